@@ -1,7 +1,7 @@
 """The typed configuration of a run: one TOML file, `--set` overrides, and every rule between keys.
 
-Here lives what can be judged before a GPU is touched. Nothing of torch, transformers or deepspeed is imported, because `launch`
-reads this file on a login node. Called by `launch` and by `train/__main__`.
+Here lives what can be judged before a GPU is touched. Nothing of torch, transformers or deepspeed is imported, because
+`launch` reads this file on a login node. Called by `launch` and by `train/__main__`.
 """
 
 import difflib
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .sentence import sentence
 
 BYTE_VOCABULARY = 258
 """Ids of the built-in byte tokenizer: 0-255 the bytes, 256 end of document, 257 padding."""
@@ -44,7 +46,7 @@ class Batch(NamedTuple):
 
 
 class Section(BaseModel):
-    """One table of the file: frozen, strict types, no key that is not listed; the docstring under a key describes it."""
+    """One table of the file: frozen, strict types, only listed keys; the docstring under a key describes it."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -96,7 +98,7 @@ class Optimizer(Section):
     """Update rule."""
     lr: Positive
     """Learning rate at its highest, after the warmup."""
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """AdamW only: decay of the two running moments."""
     eps: Positive = 1e-8
     """AdamW only: added to the root of the second moment."""
@@ -217,7 +219,7 @@ class Config(Section):
         return world // shared
 
     def batch(self, world: int) -> Batch:
-        """The three batch sizes in a world of this many processes, the missing ones derived. ConfigError if they disagree."""
+        """The three batch sizes in a world of so many processes, missing ones derived; ConfigError where they disagree."""
         data = self.data_parallel(world)
         total, micro, steps = self.train.global_batch, self.train.micro_batch, self.train.accumulation
         if micro is None:
@@ -230,7 +232,8 @@ class Config(Section):
             raise ConfigError(self._batch_message(world, data))
         if micro > 1 and self.data.document_mask:
             raise ConfigError(
-                f"train.micro_batch = {micro} must be 1 while data.document_mask = true: raise train.accumulation instead"
+                f"train.micro_batch = {micro} must be 1 while data.document_mask = true: "
+                "raise train.accumulation instead"
             )
         return Batch(total, micro, steps)
 
@@ -259,7 +262,8 @@ def _check_model(config: Config) -> None:
             raise ConfigError(f"model.config.{key} = {table[key]!r}: an integer >= 1 is accepted")
     if config.data.tokenizer == "bytes" and table["vocab_size"] < BYTE_VOCABULARY:
         raise ConfigError(
-            f"model.config.vocab_size = {table['vocab_size']} does not hold the tokenizer 'bytes': at least {BYTE_VOCABULARY} is needed"
+            f"model.config.vocab_size = {table['vocab_size']} does not hold the tokenizer 'bytes': "
+            f"at least {BYTE_VOCABULARY} is needed"
         )
     heads, kv_heads, ulysses = table["num_attention_heads"], table["num_key_value_heads"], config.parallel.ulysses
     if heads % kv_heads:
@@ -268,8 +272,8 @@ def _check_model(config: Config) -> None:
         )
     if heads % ulysses or (kv_heads % ulysses and ulysses % kv_heads):
         raise ConfigError(
-            f"parallel.ulysses = {ulysses} must divide num_attention_heads = {heads}, and divide num_key_value_heads = {kv_heads} "
-            "or be a multiple of it"
+            f"parallel.ulysses = {ulysses} must divide num_attention_heads = {heads}, "
+            f"and divide num_key_value_heads = {kv_heads} or be a multiple of it"
         )
 
 
@@ -278,8 +282,8 @@ def _check_sequence(config: Config) -> None:
     divisor = config.sequence_parallel * (2 if layout == "zigzag" else 1)
     if length % divisor:
         raise ConfigError(
-            f"sequence.length = {length} must divide by {divisor} for layout '{layout}' over {config.sequence_parallel} ranks: "
-            f"{_quotient(length, divisor) * divisor} is the next that does"
+            f"sequence.length = {length} must divide by {divisor} for layout '{layout}' "
+            f"over {config.sequence_parallel} ranks: {_quotient(length, divisor) * divisor} is the next that does"
         )
 
 
@@ -323,13 +327,13 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     try:
         return Config.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(sentence(error, Config)) from None
 
 
 def check_paths(config: Config) -> None:
-    """Refuses folders that are not there or hold nothing to read: apart from `load`, for they may exist on other machines only.
+    """Refuse folders that are not there or hold nothing to read.
 
-    Raises: ConfigError.
+    Apart from `load`, because a login node need not have them. Raises: ConfigError.
     """
     if config.data.path != "stdlib":
         folder = Path(config.data.path)
@@ -361,58 +365,3 @@ def _override(tables: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         parsed = {}
     tables[key] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
-
-
-def _sentence(error: ValidationError) -> str:
-    """The one sentence for a failed validation. A key nobody knows comes first: it is often why another one is missing."""
-    problems = error.errors()
-    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    kind, value, loc = problem["type"], problem["input"], tuple(map(str, problem["loc"]))
-    name = ".".join(loc)
-    if kind == "extra_forbidden":
-        return _unknown(loc)
-    if kind == "value_error":
-        return problem["msg"].removeprefix("Value error, ")
-    if kind == "missing" and len(loc) == 1:
-        return f"the section [{name}] is missing"
-    if kind == "missing" and len(loc) == 2:
-        return f"{name} is missing: {_keys()[loc[0]][loc[1]]}"
-    if kind == "model_type":
-        return f"{name} = {value!r} is a value: the section [{name}] is accepted"
-    wanted = problem["msg"].replace("Input should be", "accepted is")
-    return f"{name} = {value!r} ({_toml_type(value)}): {wanted}"
-
-
-def _unknown(loc: tuple[str, ...]) -> str:
-    """The sentence for a key that does not exist, with the nearest one that does, in whichever section it stands."""
-    keys, name = _keys(), ".".join(loc)
-    *sections, key = loc
-    section = sections[0] if sections else None
-    if section is None and (near := difflib.get_close_matches(key, keys, n=1)):
-        return f"[{name}] is not a section: did you mean [{near[0]}]?"
-    homes = {f"{home}.{known}": known for home, table in keys.items() for known in table}
-    candidates = [home for home, known in homes.items() if known == key]
-    candidates += [f"{section}.{near}" for near in difflib.get_close_matches(key, keys.get(section or "", ()), n=1)]
-    candidates += [
-        home for near in difflib.get_close_matches(key, homes.values(), n=1) for home in homes if homes[home] == near
-    ]
-    if candidates:
-        return f"{name} is not a key: did you mean {candidates[0]}?"
-    listed = (
-        f"the keys of [{section}] are {', '.join(keys[section])}" if section else f"the sections are {', '.join(keys)}"
-    )
-    return f"{name} is not a key: {listed}"
-
-
-def _keys() -> dict[str, dict[str, str]]:
-    """section -> key -> what it means, from the classes above."""
-    return {
-        name: {key: (info.description or "").strip() for key, info in field.annotation.model_fields.items()}
-        for name, field in Config.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-    }
-
-
-def _toml_type(value: object) -> str:
-    names = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array", dict: "a table"}
-    return names.get(type(value), "a date or time")

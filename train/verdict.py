@@ -1,0 +1,38 @@
+"""What each worker says about its own end, because an exit code may lie: DeepSpeed on CPU aborts at teardown now and then.
+
+A worker writes `rank<r>.json` as the last thing before it exits; the launcher reads the folder and judges by it. No torch here.
+"""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Verdict(NamedTuple):
+    """The end of one rank: when (seconds since the epoch), where, and why if it was not a success."""
+
+    rank: int
+    ok: bool
+    error: str
+    host: str
+    time_s: float
+
+
+def write(directory: str | Path, rank: int, *, ok: bool, error: str = "") -> None:
+    """Leave the verdict of a rank in the folder, whole or not at all. `error` is the cause, type and message."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    verdict = Verdict(rank, ok, error, socket.gethostname(), time.time())
+    partial = folder / f"rank{rank}.partial"
+    partial.write_text(json.dumps(verdict._asdict()), encoding="utf-8")
+    os.replace(partial, folder / f"rank{rank}.json")
+
+
+def read_all(directory: str | Path) -> dict[int, Verdict]:
+    """rank -> verdict of every rank that left one."""
+    files = Path(directory).glob("rank*.json")
+    verdicts = (Verdict(**json.loads(file.read_text(encoding="utf-8"))) for file in files)
+    return {verdict.rank: verdict for verdict in verdicts}
