@@ -219,7 +219,7 @@ class Config(Section):
         return world // shared
 
     def batch(self, world: int) -> Batch:
-        """The three batch sizes in a world of so many processes, missing ones derived; ConfigError where they disagree."""
+        """The three batch sizes in a world of this many processes, missing ones derived. ConfigError if they differ."""
         data = self.data_parallel(world)
         total, micro, steps = self.train.global_batch, self.train.micro_batch, self.train.accumulation
         if micro is None:

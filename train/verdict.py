@@ -1,6 +1,7 @@
-"""What each worker says about its own end, because an exit code may lie: DeepSpeed on CPU aborts at teardown now and then.
+"""What each worker says about its own end.
 
-A worker writes `rank<r>.json` as the last thing before it exits; the launcher reads the folder and judges by it. No torch here.
+An exit code may lie: DeepSpeed on CPU aborts at teardown in about one run in ten. So a worker writes `rank<r>.json` as
+the last thing before it exits, and the launcher reads the folder and judges by it. No torch here.
 """
 
 import json

@@ -1,0 +1,112 @@
+"""How much arithmetic a step is, and how much a card can do: what stands behind model FLOP/s and MFU.
+
+Pure functions on plain numbers; no torch. Called by `loop`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+FORMULA = (
+    "model FLOPs = 6 * matmul parameters * tokens + 12 * heads * head_dim * visible pairs, summed over layers and documents. "
+    "Matmul parameters: all but norms and the embedding lookup; the output head is in. A pair is a query and a key that it "
+    "sees (causal, sliding window, each document by its own length). Attention: 2 products forward, 4 backward. "
+    "Neither recomputation nor padding is counted."
+)
+"""What the numbers mean, written into every metrics file. Source: the rule of Megatron-LM, training.py."""
+
+PEAK_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "MI300X": 1300.0,
+    "MI325X": 1300.0,
+    "MI250X": 191.5,
+}
+"""Part of a card's name -> dense bf16 peak in TFLOP/s; the first that fits counts. Source: vendors' data sheets."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the FLOPs of a decoder model depend on.
+
+    matmul_params: parameters that multiply every token, the output head included, the embedding lookup excluded
+    heads, head_dim: query heads and their dimension
+    windows: one entry a layer: keys that a query sees, itself included; None = all before it
+    """
+
+    matmul_params: int
+    heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+
+
+class StepFlops(NamedTuple):
+    """Model FLOPs of one step, forward and backward, over all ranks."""
+
+    dense: int
+    attention: int
+
+
+def describe(config: Any) -> ModelShape:
+    """The shape of a model from its transformers config (Llama, Qwen, Mistral, Gemma: gated MLP, no experts).
+
+    Raises: ValueError for experts and for kinds of attention layers that have no count here.
+    """
+    for name in ("num_experts", "num_local_experts"):
+        if getattr(config, name, None):
+            raise ValueError(f"{name} = {getattr(config, name)}: FLOPs are counted for dense models only")
+    width, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    attention = 2 * width * head_dim * (heads + config.num_key_value_heads)
+    layer = attention + 3 * width * config.intermediate_size
+    return ModelShape(
+        matmul_params=config.num_hidden_layers * layer + config.vocab_size * width,
+        heads=heads,
+        head_dim=head_dim,
+        windows=_windows(config),
+    )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (window,) * config.num_hidden_layers
+    known = {"full_attention": None, "sliding_attention": window}
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"layer_types holds {kind!r}: FLOPs are counted for {', '.join(known)}")
+    return tuple(known[kind] for kind in kinds)
+
+
+def visible_pairs(length: int, window: int | None = None) -> int:
+    """Pairs of a query and a key that it sees in a causal document of `length` tokens, itself among them."""
+    if window is None or window >= length:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def step_flops(shape: ModelShape, lengths: Iterable[int]) -> StepFlops:
+    """Model FLOPs of a step on documents of these lengths, in tokens, padding left out. See FORMULA."""
+    lengths = list(lengths)
+    layers_of = {window: shape.windows.count(window) for window in shape.windows}
+    pairs = sum(count * visible_pairs(length, window) for window, count in layers_of.items() for length in lengths)
+    return StepFlops(6 * shape.matmul_params * sum(lengths), 12 * shape.heads * shape.head_dim * pairs)
+
+
+def peak_tflops(device_name: str, dtype: str, given: float | None) -> tuple[float | None, str | None]:
+    """(dense peak of one device in TFLOP/s, None), or (None, why it is not known). `given` is metrics.peak_tflops."""
+    if given is not None:
+        return given, None
+    card = next((card for card in PEAK_TFLOPS if card in device_name), None)
+    if card is None:
+        return None, f"no peak is known for {device_name!r}: set metrics.peak_tflops"
+    if dtype != "bfloat16":
+        return None, f"the peak of {card} is known for bfloat16, the model runs in {dtype}: set metrics.peak_tflops"
+    return PEAK_TFLOPS[card], None

@@ -1,0 +1,149 @@
+"""Where the metrics of a run go: JSON lines, a wandb run, a progress line. Made by `metrics.MetricsWriter` on rank 0."""
+
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .config import Config
+
+Row = Mapping[str, float | int | None]
+
+WANDB_CLOSE_TIMEOUT_S = 60
+"""How long the end of a run waits for wandb."""
+
+
+class Sink(Protocol):
+    """Something that takes one row of metrics a step and is closed once."""
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self, *, failed: bool) -> None: ...
+
+
+class JsonlSink:
+    """`metrics.jsonl` in the folder of the run: a header, then one line a step, each flushed.
+
+    A file that is already there is an earlier run of the same name: it is kept as `metrics.previous.jsonl`. Numbers
+    that JSON has no word for are the strings "nan", "inf" and "-inf", which float() reads.
+    """
+
+    def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            os.replace(path, folder / "metrics.previous.jsonl")
+        self._file = path.open("w", encoding="utf-8")
+        self._line(header)
+
+    def write(self, row: Row) -> None:
+        finite = {k: v if v is None or math.isfinite(v) else str(v) for k, v in row.items()}
+        self._line({"kind": "step", **finite})
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self, *, failed: bool) -> None:
+        self._file.close()
+
+
+class WandbSink:
+    """One wandb run, fed from a thread of its own: a slow or failing wandb never holds up or ends the training.
+
+    The step is an axis of its own, because wandb drops rows whose built-in step does not increase.
+    """
+
+    def __init__(self, config: Config, header: Mapping[str, Any]) -> None:
+        self._config = config
+        self._header = header
+        self._rows: SimpleQueue[Row | None] = SimpleQueue()
+        self._failed = False
+        self._thread = threading.Thread(target=self._feed, name="wandb", daemon=True)
+        self._thread.start()
+
+    def write(self, row: Row) -> None:
+        self._rows.put(row)
+
+    def close(self, *, failed: bool) -> None:
+        self._failed = failed
+        self._rows.put(None)
+        self._thread.join(WANDB_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _warn(f"wandb did not end within {WANDB_CLOSE_TIMEOUT_S} s; the run goes on without it")
+
+    def _feed(self) -> None:
+        try:
+            run = self._init()
+            run.define_metric("step")
+            run.define_metric("*", step_metric="step")
+            while (row := self._rows.get()) is not None:
+                run.log({name: value for name, value in row.items() if value is not None})
+            run.finish(exit_code=int(self._failed))
+        except Exception as error:
+            _warn(f"wandb failed, the run goes on without it: {type(error).__name__}: {error}")
+
+    def _init(self) -> Any:
+        import wandb
+
+        mode = self._config.metrics.wandb
+        if mode == "online" and not wandb.login(prompt=False):
+            _warn("metrics.wandb = 'online' but there is no key: this run is offline; `wandb login` stores a key")
+            mode = "offline"
+        return wandb.init(
+            project=self._config.metrics.project,
+            name=self._config.train.name,
+            dir=str(self._config.run_dir),
+            mode=mode,
+            config=dict(self._header),
+            settings={"silent": True, "console": "off"},
+        )
+
+
+class ProgressSink:
+    """One line that tells how the run goes: redrawn on a terminal, printed once a step elsewhere."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        columns = (TextColumn(name), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
+        self._progress = Progress(
+            *columns, TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal
+        )
+        self._task = self._progress.add_task(name, total=steps, line="")
+        self._steps = steps
+        self._progress.start()
+
+    def write(self, row: Row) -> None:
+        line = progress_line(row)
+        self._progress.update(self._task, completed=row["step"], line=line)
+        if not self._console.is_terminal:
+            self._console.print(f"step {row['step']}/{self._steps}  {line}", markup=False)
+
+    def close(self, *, failed: bool) -> None:
+        self._progress.stop()
+
+
+def progress_line(row: Row) -> str:
+    """The numbers that a person watches, in one line."""
+    shown = {
+        "loss": "loss {:.4f}",
+        "grad_norm": "grad norm {:.3f}",
+        "learning_rate": "lr {:.2e}",
+        "tokens_per_s": "{:,.0f} tokens/s",
+        "mfu": "MFU {:.1%}",
+        "peak_memory_gib": "{:.1f} GiB",
+        "step_time_s": "{:.2f} s",
+    }
+    return "  ".join(text.format(row[name]) for name, text in shown.items() if row[name] is not None)
+
+
+def _warn(message: str) -> None:
+    logging.getLogger(__name__).warning(message)
