@@ -308,6 +308,8 @@ def _check_launch(config: Config) -> None:
         for key in ("master_address", "master_port"):
             if getattr(config.launch, key) is None:
                 raise ConfigError(f"launch.nodes = {config.launch.nodes} needs launch.{key}")
+    elif config.launch.master_address is not None and config.launch.master_port is None:
+        raise ConfigError("launch.master_address is given but one node without launch.master_port does not use it")
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 FORMULA = (
-    "model FLOPs = 6 * matmul parameters * tokens + 12 * heads * head_dim * visible pairs, summed over layers and documents. "
-    "Matmul parameters: all but norms and the embedding lookup; the output head is in. A pair is a query and a key that it "
-    "sees (causal, sliding window, each document by its own length). Attention: 2 products forward, 4 backward. "
-    "Neither recomputation nor padding is counted."
+    "model FLOPs = 6 * matmul parameters * tokens + 12 * heads * head_dim * visible pairs, "
+    "the pairs summed over layers and documents. Matmul parameters: all but norms and the embedding lookup; the output "
+    "head is in. A pair is a query and a key that it sees (causal, sliding window, each document by its own length). "
+    "Attention: 2 products forward, 4 backward. Neither recomputation nor padding is counted."
 )
 """What the numbers mean, written into every metrics file. Source: the rule of Megatron-LM, training.py."""
 
