@@ -1,0 +1,43 @@
+# Each target sets itself up on a fresh machine with Python 3.11, make and a C++ compiler.
+#   make demo    train a small Llama across a ring of 4 processes on this CPU, and show that the ring changes nothing
+#   make test    all tests that need no GPU
+#   make lint | types are part of it; make wheel; make bench (on a GPU)
+# torch is installed first and pinned; on a GPU machine choose the build that fits it: make test TORCH=torch==2.11.0
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+# children find the environment's tools (ninja builds DeepSpeed's CPU op), and one thread a process keeps 4 ranks on 2 cores
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: demo test lint wheel mutants clean
+
+$(VENV)/ready: pyproject.toml
+	@command -v c++ >/dev/null || { echo "no C++ compiler (c++) was found: DeepSpeed builds one small op on CPUs; install g++"; exit 1; }
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringflash needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/python -m train.report configs/demo.toml
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: $(VENV)/ready
+	$(BIN)/python tests/check_wheel.py
+
+mutants: $(VENV)/ready
+	$(BIN)/python tests/mutants.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs

@@ -1,0 +1,52 @@
+"""Failing together: all ranks compare what they are about to do, through the group's store, before any data is sent.
+
+A rank that was called with other arguments would otherwise hang its peers or, worse, mix in foreign keys. One exchange
+for each new call; later calls do not talk. The store is a small TCP service: it works where the data communicator of
+the same group would hang.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# what each group has agreed on so far; the group itself is torch's, so there is no object of ours to keep it in
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
+    """Raise on every rank of `group` unless all call this with the same text; a text is compared once.
+
+    text: a description of the call, readable: it is shown when ranks differ
+    Raises: ValueError naming the odd ranks and both texts; RuntimeError naming ranks that did not come in timeout_s.
+    """
+    known = _agreed.setdefault(group, {})
+    if text in known:
+        return
+    turn = known[text] = len(known)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    store = distributed_c10d._get_process_group_store(group)
+    keys = [f"ringflash/{turn}/{peer}" for peer in range(size)]
+    store.set(keys[rank], text)
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except (RuntimeError, dist.DistStoreError) as error:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"ringflash: rank {rank} waited timeout_s={timeout_s:g} for rank(s) {missing} to make the same call: {text}"
+        ) from error
+    texts = [store.get(key).decode() for key in keys]
+    if turn:
+        # everybody wrote turn t, so everybody has read turn t - 1
+        store.delete_key(f"ringflash/{turn - 1}/{rank}")
+    common = Counter(texts).most_common(1)[0][0]
+    odd = [peer for peer, other in enumerate(texts) if other != common]
+    if odd:
+        raise ValueError(
+            f"ringflash: the ranks of a ring were called with different arguments: rank(s) {odd} with [{texts[odd[0]]}], "
+            f"the others with [{common}]"
+        )

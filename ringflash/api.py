@@ -1,0 +1,203 @@
+"""`attention` and `explain`: arguments are checked here, once; what follows trusts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from . import arguments, ops
+from .kernels import KERNELS
+from .layout import Layout
+from .layouts.striped import stripe
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: Layout | None = None,
+    causal: bool | None = None,
+    window: int | None = None,
+    cu_seqlens: torch.Tensor | list[int] | None = None,
+    intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+    deterministic: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention, on one device or over a ring.
+
+    q: [B, L, H, D]; k, v: [B, L, G, D], fp32, bf16 or fp16, H a multiple of G; any strides. On one device k and v may
+        be longer or shorter than q: causal and window are then aligned to the end (bottom-right)
+    layout: from `ring.layout(...)`: q, k, v are this rank's parts, and the layout's mask holds; all ranks must call
+    causal: None means True, and False where intervals are given
+    window: w >= 1: a query sees itself and the w - 1 keys before it; symmetric, w - 1 on each side, if not causal
+    cu_seqlens: int32 tensor or list of ints [m + 1], borders of packed documents, B = 1; tokens behind the last border
+        are padding: they see nothing and nobody sees them
+    intervals: (lo, hi), int32 [L] each, never falling: each query sees keys lo <= position < hi, and what the other
+        arguments allow
+    scale: softmax scale, D ** -0.5 unless given
+    return_lse: also return lse [B, H, L], fp32, natural log of the softmax denominator; differentiable
+    kernel: one of ringflash.KERNELS; "auto" is triton on GPUs and eager on CPUs
+    deterministic: gradients are bitwise equal in repeated calls; a kernel that cannot raises
+    returns out [B, L, H, D] in the input's type, or (out, lse)
+
+    Numerics: state and gradients are fp32 from the first hop to the last and rounded once; a query that sees no key has
+        out 0, lse -inf, gradient 0. Gradients are those of the sum over ranks of each rank's loss. Under autocast the
+        inputs are cast first and gradients come back in each input's own type.
+    Raises: TypeError, ValueError, naming argument, value and what would be accepted; on every rank alike.
+    Source: FlashAttention, arXiv:2205.14135, arXiv:2307.08691; Ring Attention, arXiv:2310.01889.
+    """
+    q, k, v = _prepare(q, k, v)
+    mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
+    arguments.check_tensors(q, k, v)
+    if layout is not None:
+        arguments.check_local(q, k, layout)
+    for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r} is {type(flag).__name__}; it must be True or False")
+    kernel = kernel_of(kernel, q, k, deterministic, None if layout is None else layout.ring.ring_size)
+    out, lse = ops.attention(
+        *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)),
+        None if layout is None else layout.segments,
+        mask.cu_seqlens,
+        mask.bounds,
+        mask.causal,
+        ops.NO_WINDOW if mask.window is None else mask.window,
+        arguments.scale_of(q, scale),
+        kernel,
+        deterministic,
+        *_ranks(layout),
+    )
+    return (out, lse) if return_lse else out
+
+
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}; it must be a tensor")
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, tokens, heads, head dimension]")
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v
+
+
+def kernel_of(name: str, q: torch.Tensor, k: torch.Tensor, deterministic: bool, ring_size: int | None) -> str:
+    """The kernel that a call will use: the named one, or "auto" resolved by device. ValueError if it cannot do the call."""
+    if name == "auto":
+        name = "eager" if q.device.type == "cpu" else "triton"
+    if name not in KERNELS:
+        raise ValueError(f"kernel={name!r} is unknown; it must be auto or one of {', '.join(KERNELS)}")
+    reason = KERNELS[name].refuses(q, k, deterministic, ring_size or 1)
+    if reason:
+        raise ValueError(f"kernel={name!r}: {reason}")
+    return name
+
+
+def _ranks(layout: Layout | None) -> tuple[str, int, float]:
+    """(group name, U, timeout_s) of the op; a ring of one rank needs no group."""
+    if layout is None or layout.ring.size == 1:
+        return "", 1, 0.0
+    ring = layout.ring
+    assert ring.group is not None
+    return ring.group.group_name, ring.ulysses, ring.timeout_s
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one call of `attention` will do on this rank. str() of it is a few lines to read.
+
+    kernel: the kernel that will run; hops: distances that keys travel, the same on every rank
+    sends: messages a rank sends forward; forward_bytes, backward_bytes: bytes that one rank sends in each direction
+    pairs: (query, key) pairs that this ring rank computes, a head; share: pairs / mean over the ring ranks
+    warnings: what is allowed but slow
+    """
+
+    kernel: str
+    hops: tuple[int, ...]
+    sends: int
+    forward_bytes: int
+    backward_bytes: int
+    pairs: int
+    share: float
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"kernel {self.kernel}; hops {list(self.hops)}, {self.sends} sends a rank forward",
+            f"{self.forward_bytes:,} bytes sent a rank forward, {self.backward_bytes:,} backward",
+            f"{self.pairs:,} visible pairs a head on this rank, {self.share:.3f} of the mean",
+        ]
+        return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: Layout | None = None,
+    causal: bool | None = None,
+    window: int | None = None,
+    cu_seqlens: torch.Tensor | list[int] | None = None,
+    intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kernel: str = "auto",
+    deterministic: bool = False,
+) -> Explanation:
+    """Say which kernel, hops and bytes `attention` with the same arguments will use; computes and sends nothing.
+
+    q, k, v: as for `attention`; only shapes, types and devices are read, so tensors on the meta device will do
+    """
+    q, k, v = _prepare(q, k, v)
+    mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
+    arguments.check_tensors(q, k, v)
+    if layout is not None:
+        arguments.check_local(q, k, layout)
+    kernel = kernel_of(kernel, q, k, deterministic, None if layout is None else layout.ring.ring_size)
+    if layout is None:
+        lo, hi = mask.intervals(q.shape[1], k.shape[1])
+        pairs = int((hi.astype("int64") - lo).clip(0).sum())
+        return Explanation(kernel, (0,) if pairs else (), 0, 0, 0, pairs, 1.0, ())
+    return _explain_ring(q, k, layout, mask, kernel)
+
+
+def _explain_ring(
+    q: torch.Tensor, k: torch.Tensor, layout: Layout, mask: arguments.Mask, kernel: str
+) -> Explanation:
+    ring = layout.ring
+    content = [None if x is None else x.numpy().tobytes() for x in (layout.segments, mask.cu_seqlens, mask.bounds)]
+    shape = (ring.ring_rank, layout.seq_len, layout.seq_len)
+    plan = ops.make_plan(shape, content[0], content[1], content[2], mask.causal, mask.window or ops.NO_WINDOW)
+    lo, hi = mask.intervals(layout.seq_len, layout.seq_len)
+    pairs = sum(view.pairs() for view in plan.views if view)
+    mean = int((hi.astype("int64") - lo).clip(0).sum()) / ring.ring_size
+    sends = sum(1 for i, hop in enumerate(plan.hops) if hop or i)
+    kv_heads = max(1, k.shape[2] // ring.ulysses)
+    block = 2 * k.shape[0] * layout.local_len * ring.ulysses * kv_heads * k.shape[3]  # elements of keys and values
+    trips = max(len(plan.hops) - 1, 0) + (1 if plan.hops and plan.hops[-1] else 0)  # of fp32 gradients, the way home too
+    heads = _heads_bytes(q, k, layout)
+    warnings = []
+    if ring.layout_name == "striped" and (size := stripe(layout.seq_len, ring.ring_size, ring.ulysses)) < 64:
+        warnings.append(f"stripes of {size} tokens are shorter than a tile: choose a length whose S / n divides by 64")
+    forward = sends * block * k.element_size() + heads[0]
+    backward = sends * block * k.element_size() + trips * block * 4 + heads[1]
+    share = pairs / mean if mean else 1.0
+    return Explanation(kernel, plan.hops, sends, forward, backward, pairs, share, tuple(warnings))
+
+
+def _heads_bytes(q: torch.Tensor, k: torch.Tensor, layout: Layout) -> tuple[int, int]:
+    """Bytes that one rank sends for Ulysses, forward and backward."""
+    size = layout.ring.ulysses
+    if size == 1:
+        return 0, 0
+    rows = q.shape[0] * layout.local_len * (size - 1)
+    queries = rows * q.shape[2] // size  # one number a query and head that leaves
+    keys = rows * max(1, k.shape[2] // size)
+    element = q.element_size() * q.shape[3]
+    gradient = (4 if k.shape[2] < size else k.element_size()) * k.shape[3]  # shared heads are summed in fp32
+    forward = (2 * queries + 2 * keys) * element + queries * 4
+    return forward, (3 * queries + 2 * keys) * element + 2 * keys * gradient + 2 * queries * 4

@@ -1,0 +1,191 @@
+"""The checks of `attention`'s arguments, done once, before anything is computed or sent.
+
+`Mask` is what causal, window, documents and intervals become once they are known to be right: plain values that travel
+to the custom op. ValueError and TypeError name the argument, its value and what would be accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from . import mask
+
+if TYPE_CHECKING:
+    from .layout import Layout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
+MAX_TOKENS = 2**31 - 1  # positions are int32 in the kernels
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A mask as it was asked for. Tensors are int32 on the CPU; `intervals` turns it into two numbers a query."""
+
+    causal: bool
+    window: int | None = None
+    cu_seqlens: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None  # [2, S]: lo, hi
+
+    def intervals(self, num_queries: int, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
+        """(lo, hi), int32 [num_queries] each, in key positions."""
+        return mask.intervals(
+            num_queries,
+            num_keys,
+            causal=self.causal,
+            window=self.window,
+            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.numpy(),
+            bounds=None if self.bounds is None else tuple(self.bounds.numpy()),
+        )
+
+
+def mask_of(
+    q: torch.Tensor, k: torch.Tensor, layout: Layout | None, *,
+    causal: bool | None, window: int | None, cu_seqlens, intervals,
+) -> Mask:  # fmt: skip
+    """The checked mask of a call: the layout's with its window, or the one that the other arguments describe."""
+    window = window_of(window)
+    if layout is not None:
+        given = {"causal": causal, "cu_seqlens": cu_seqlens, "intervals": intervals}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name} was given together with layout=; the layout's mask holds: {name} goes to ring.layout()")
+        return Mask(layout.causal, window, layout.cu_seqlens, layout.bounds)
+    if cu_seqlens is not None and q.shape[1] != k.shape[1]:
+        raise ValueError(f"cu_seqlens needs as many keys as queries; q has {q.shape[1]} rows and k has {k.shape[1]}")
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs documents into one row: batch must be 1, got {q.shape[0]}")
+    return Mask(
+        causal_of(causal, intervals),
+        window,
+        cu_seqlens_of(cu_seqlens, q.shape[1]),
+        bounds_of(intervals, q.shape[1], k.shape[1]),
+    )
+
+
+def causal_of(causal: bool | None, intervals) -> bool:
+    """None means True, and False where intervals are given."""
+    if causal is None:
+        return intervals is None
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r} is {type(causal).__name__}; it must be True, False or None")
+    return causal
+
+
+def window_of(window: int | None) -> int | None:
+    """A window is None or a whole number of keys, at least 1."""
+    if window is None:
+        return None
+    if isinstance(window, bool) or not isinstance(window, int):
+        raise TypeError(f"window={window!r} is {type(window).__name__}; it must be an int >= 1 or None")
+    if window < 1:
+        raise ValueError(f"window={window} must be at least 1: a query sees itself and the window - 1 keys before it")
+    return min(window, MAX_TOKENS)
+
+
+def scale_of(q: torch.Tensor, scale: float | None) -> float:
+    """The softmax scale: D ** -0.5 unless given; any finite number."""
+    if scale is None:
+        return float(q.shape[-1]) ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale={scale!r} is {type(scale).__name__}; it must be a finite float or None")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite")
+    return float(scale)
+
+
+def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int) -> torch.Tensor | None:
+    """Document borders as int32 on the CPU: 0 first, never falling, at most seq_len; what follows the last is padding."""
+    if cu_seqlens is None:
+        return None
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; it must be an int32 tensor or a list of ints")
+        values = cu_seqlens.detach().cpu().clone()
+    else:
+        if not isinstance(cu_seqlens, Sequence) or any(isinstance(x, bool) or not isinstance(x, int) for x in cu_seqlens):
+            raise TypeError(f"cu_seqlens={cu_seqlens!r} must be an int32 tensor or a list of ints")
+        if any(abs(x) > MAX_TOKENS for x in cu_seqlens):
+            raise ValueError(f"cu_seqlens holds {max(cu_seqlens, key=abs)}; positions must lie in [0, {seq_len}]")
+        values = torch.tensor(cu_seqlens, dtype=torch.int32)
+    if values.dim() != 1 or len(values) < 2:
+        raise ValueError(f"cu_seqlens has shape {list(values.shape)}; it must be [number of documents + 1]")
+    borders = values.numpy()
+    if borders[0] != 0:
+        raise ValueError(f"cu_seqlens[0]={borders[0]} must be 0")
+    falls = np.flatnonzero(np.diff(borders) < 0)
+    if len(falls):
+        i = int(falls[0])
+        raise ValueError(f"cu_seqlens[{i + 1}]={borders[i + 1]} is below cu_seqlens[{i}]={borders[i]}; it must never fall")
+    if borders[-1] > seq_len:
+        raise ValueError(f"cu_seqlens[-1]={borders[-1]} is beyond the sequence of {seq_len} tokens")
+    return values
+
+
+def bounds_of(intervals, num_queries: int, num_keys: int) -> torch.Tensor | None:
+    """(lo, hi) as int32 [2, S] on the CPU: never falling, within [0, number of keys]."""
+    if intervals is None:
+        return None
+    if not isinstance(intervals, tuple | list) or len(intervals) != 2:
+        raise TypeError(f"intervals is {type(intervals).__name__}; it must be a pair (lo, hi) of int32 tensors")
+    for name, bound in zip(("lo", "hi"), intervals, strict=True):
+        if not isinstance(bound, torch.Tensor) or bound.dtype != torch.int32:
+            kind = bound.dtype if isinstance(bound, torch.Tensor) else type(bound).__name__
+            raise TypeError(f"intervals {name} is {kind}; it must be an int32 tensor")
+        if bound.shape != (num_queries,):
+            raise ValueError(f"intervals {name} has shape {list(bound.shape)}; it must be [{num_queries}], one a query")
+    pair = torch.stack([bound.detach().cpu() for bound in intervals])
+    for name, bound in zip(("lo", "hi"), pair.numpy(), strict=True):
+        falls = np.flatnonzero(np.diff(bound) < 0)
+        if len(falls):
+            i = int(falls[0])
+            raise ValueError(f"intervals {name}[{i + 1}]={bound[i + 1]} is below {name}[{i}]={bound[i]}; it must never fall")
+        if num_queries and (bound[0] < 0 or bound[-1] > num_keys):
+            raise ValueError(f"intervals {name} spans [{bound[0]}, {bound[-1]}]; it must lie in [0, {num_keys}]")
+    return pair
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Shapes, dtypes and devices of q, k, v belong together."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [batch, tokens, heads, head dimension]")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        raise TypeError(
+            f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}; all three must be the same of float32, bfloat16, float16"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; all three must be on one device")
+    if k.shape != v.shape:
+        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} must have the same shape")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has batch {q.shape[0]} and k has {k.shape[0]}; they must be equal")
+    if q.shape[3] != k.shape[3] or q.shape[3] not in HEAD_DIMS:
+        raise ValueError(f"q has head dimension {q.shape[3]} and k has {k.shape[3]}; both must be the same of {HEAD_DIMS}")
+    if k.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads, which must be a multiple of the {k.shape[2]} heads of k and v")
+    if max(q.shape[1], k.shape[1]) > MAX_TOKENS:
+        raise ValueError(f"q has {q.shape[1]} tokens and k has {k.shape[1]}; at most {MAX_TOKENS} fit int32 positions")
+
+
+def check_local(q: torch.Tensor, k: torch.Tensor, layout: Layout) -> None:
+    """q and k are this rank's parts of the layout's sequence."""
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.shape[1] == layout.local_len:
+            continue
+        hint = f": cut it with layout.shard({name}) first" if tensor.shape[1] == layout.seq_len else ""
+        raise ValueError(
+            f"{name} has {tensor.shape[1]} tokens; with this layout of {layout.seq_len} tokens over {layout.ring.size} "
+            f"ranks it must have {layout.local_len}{hint}"
+        )
+    if layout.cu_seqlens is not None and q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs documents into one row: batch must be 1, got {q.shape[0]}")
+    layout.ring.check_heads(q.shape[2], k.shape[2])

@@ -1,0 +1,202 @@
+"""The only point-to-point calls: post() starts a message, wait() ends it. The ring and Ulysses send nothing else.
+
+A transport is one rank's door to the others. `Processes` goes through torch.distributed; `Threads` plays all ranks
+inside one process (one GPU, or a test), with the same posts and waits. Ranks here are 0..size-1 of the transport; which
+processes they are is known only to this file. Buffers belong to the exchange from post() to wait().
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+WATCH_S = 1.0  # how often the watcher looks at messages under way
+
+
+class Pending(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> None:
+        """Return when what was posted has arrived (on CUDA: when the current stream may use it) and its sends are free."""
+
+
+class Transport(Protocol):
+    """One rank's door to the other ranks of a ring, or of a Ulysses group."""
+
+    rank: int
+    size: int
+
+    def post(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str) -> Pending:
+        """Start one batch: a contiguous tensor to each key of `sends`, and one from each key of `receives`."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Ranks are processes of a torch.distributed group.
+
+    members: the group rank of each rank of this transport
+    timeout_s: seconds after which a message that has not arrived ends this process's wait (gloo) or the process (NCCL)
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    members: range
+    timeout_s: float
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    def post(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str) -> Pending:
+        """See `Transport.post`."""
+        ops, names = [], []
+        for peers, start, verb in ((sends, dist.isend, "sending to"), (receives, dist.irecv, "receiving from")):
+            for peer, tensor in peers.items():
+                ops.append(dist.P2POp(start, tensor, group=self.group, group_peer=self.members[peer]))
+                names.append(f"{what}: {verb} rank {self.members[peer]}")
+        works = dist.batch_isend_irecv(ops)
+        if len(works) != len(ops):  # NCCL makes one work of a batch
+            names = [", ".join(names)] * len(works)
+        batch = Batch(works, names, self.members[self.rank], self.timeout_s, ops[0].tensor.is_cuda)
+        if batch.on_stream:
+            watcher().watch(batch)
+        return batch
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A batch that torch.distributed carries.
+
+    on_stream: the works run on a CUDA stream: wait() holds the stream, never the host, so the watcher keeps the time
+    """
+
+    works: list[Any]
+    names: list[str]
+    rank: int
+    timeout_s: float
+    on_stream: bool
+
+    def wait(self) -> None:
+        """See `Pending.wait`. RuntimeError that names peer and hop if the time passes or the connection breaks."""
+        for work, name in zip(self.works, self.names, strict=True):
+            if self.on_stream:
+                work.wait()
+                continue
+            try:
+                work.wait(timedelta(seconds=self.timeout_s))
+            except RuntimeError as error:
+                raise RuntimeError(f"{self.failure(name)} ({error})") from error
+
+    def failure(self, name: str) -> str:
+        """One sentence about a message that did not come."""
+        return f"ringflash: rank {self.rank}, {name}: not done within timeout_s={self.timeout_s:g}"
+
+    def unfinished(self) -> str | None:
+        """The first message still under way; None when all have arrived. Never waits."""
+        return next((n for w, n in zip(self.works, self.names, strict=True) if not w.is_completed()), None)
+
+
+class Watcher:
+    """A daemon thread that ends the process when a message on a CUDA stream is late.
+
+    The loop of the ring never synchronises with the host, so only a look from outside can tell that a peer is gone.
+    """
+
+    def __init__(self, fail: Callable[[str], None]) -> None:
+        self._fail = fail
+        self._new: queue.SimpleQueue[tuple[float, Batch]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="ringflash-watcher", daemon=True).start()
+
+    def watch(self, batch: Batch) -> None:
+        """Keep the time of this batch from now on."""
+        self._new.put((time.monotonic(), batch))
+
+    def _run(self) -> None:
+        under_way = [self._new.get()]
+        while True:
+            while not self._new.empty():
+                under_way.append(self._new.get())
+            under_way = [(posted, batch) for posted, batch in under_way if batch.unfinished()]
+            for posted, batch in under_way:
+                name = batch.unfinished()
+                if name and time.monotonic() - posted > batch.timeout_s:
+                    self._fail(batch.failure(name))
+            if under_way:
+                time.sleep(WATCH_S)
+            else:
+                under_way.append(self._new.get())
+
+
+def _end_process(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+    os._exit(1)  # the main thread may be held by the driver: no exception could reach it
+
+
+@functools.cache
+def watcher() -> Watcher:
+    """The one watcher of this process, started by the first message on a CUDA stream."""
+    return Watcher(_end_process)
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Ranks are threads of one process; `play` makes them. One mailbox for each pair of ranks."""
+
+    rank: int
+    size: int
+    boxes: dict[tuple[int, int], queue.SimpleQueue[tuple[torch.Tensor, threading.Event]]]
+    timeout_s: float = 60.0
+
+    def post(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str) -> Pending:
+        """See `Transport.post`."""
+        taken = []
+        for peer, tensor in sends.items():
+            taken.append(threading.Event())
+            self.boxes[self.rank, peer].put((tensor, taken[-1]))
+        return _Handover(self, receives, taken, what)
+
+
+@dataclass(frozen=True)
+class _Handover:
+    transport: Threads
+    receives: dict[int, torch.Tensor]
+    taken: list[threading.Event]
+    what: str
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        rank, timeout_s = self.transport.rank, self.transport.timeout_s
+        for peer, into in self.receives.items():
+            try:
+                tensor, taken = self.transport.boxes[peer, rank].get(timeout=timeout_s)
+            except queue.Empty:
+                raise RuntimeError(f"ringflash: rank {rank}, {self.what}: nothing from rank {peer}") from None
+            into.copy_(tensor)
+            taken.set()
+        if not all(event.wait(timeout_s) for event in self.taken):
+            raise RuntimeError(f"ringflash: rank {rank}, {self.what}: a peer did not take its message")
+
+
+def play(size: int, body: Callable[[Transport], Any], timeout_s: float = 60.0) -> list[Any]:
+    """Run body(transport) for every rank of a ring inside this process, one thread each; returns their results.
+
+    On CUDA all ranks share the current device and its current stream, so their kernels run one after another.
+    """
+    pairs = [(i, j) for i in range(size) for j in range(size)]
+    boxes: dict[tuple[int, int], queue.SimpleQueue[Any]] = {pair: queue.SimpleQueue() for pair in pairs}
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(body, Threads(rank, size, boxes, timeout_s)) for rank in range(size)]
+        return [future.result() for future in futures]

@@ -1,0 +1,1 @@
+"""The attention implementation "ring" for transformers models."""

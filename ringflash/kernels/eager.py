@@ -1,0 +1,129 @@
+"""Attention of one hop in plain torch, tile by tile: any device, any dtype of the contract, memory never L x K.
+
+The kernel for CPUs and for checking others. Half types are computed in fp32, so a result differs from the fp64 reference
+only by fp32 rounding and by the input's own precision. Source: FlashAttention, arXiv:2205.14135 (tiles, recomputation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..mask import View
+
+if TYPE_CHECKING:
+    from . import State
+
+BLOCK_Q = 256
+BLOCK_K = 256
+SLAB = 1024  # keys multiplied at once: the largest score matrix is BLOCK_Q x SLAB a head
+
+
+def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:
+    """Nothing: every dtype, head dimension and device of the contract is computed, always deterministically."""
+    return None
+
+
+def _slabs(view: View, device: torch.device) -> Iterator[tuple[slice, list[tuple[slice, torch.Tensor | None]]]]:
+    """For each query tile its rows and the slabs of keys it sees, each with a mask [rows, keys], None where all is seen."""
+    tiles = view.tiles(BLOCK_Q, BLOCK_K)
+    lo, hi = view.bounds(device)
+    position = view.key_positions(device)
+    start, end = tiles.k_tiles[:, 0], tiles.k_tiles[:, 0] + tiles.k_tiles[:, 2]
+    for (row, _, count), (v0, w0, w1, v1) in zip(tiles.q_tiles.tolist(), tiles.q_ranges.tolist(), strict=True):
+        rows = slice(row, row + count)
+        slabs = []
+        for first, last, whole in ((v0, w0, False), (w0, w1, True), (w1, v1, False)):
+            if first == last:
+                continue
+            for begin in range(start[first], end[last - 1], SLAB):
+                keys = slice(begin, min(begin + SLAB, int(end[last - 1])))
+                seen = position[keys]
+                mask = None if whole else (seen >= lo[rows, None]) & (seen < hi[rows, None])
+                slabs.append((keys, mask))
+        yield rows, slabs
+
+
+def _group(x: torch.Tensor, groups: int) -> torch.Tensor:
+    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).float()  # [B, N, H, D] -> [B, G, H/G, N, D] fp32
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: View, state: State, *, scale: float, first: bool, last: bool
+) -> None:
+    """See `kernels.Kernel.forward`."""
+    groups = k.shape[2]
+    for rows, slabs in _slabs(view, q.device):
+        if not (slabs or first or last):
+            continue
+        b_q = _group(q[:, rows], groups)
+        if first:
+            b_acc = torch.zeros_like(b_q)
+            b_max = b_q.new_full(b_q.shape[:-1], -torch.inf)
+            b_sum = torch.zeros_like(b_max)
+        else:
+            # the normalised state is a state whose maximum is lse and whose sum is 1
+            assert state.acc is not None
+            b_acc = _group(state.acc[:, rows], groups)
+            b_max = state.lse[:, :, rows].unflatten(1, (groups, -1))
+            b_sum = (b_max > -torch.inf).float()
+        for keys, mask in slabs:
+            scores = (b_q @ _group(k[:, keys], groups).mT).mul_(scale)  # [B, G, H/G, rows, keys]
+            if mask is not None:
+                scores.masked_fill_(~mask, -torch.inf)
+            new_max = torch.maximum(b_max, scores.amax(-1))
+            safe_max = new_max.masked_fill(new_max == -torch.inf, 0.0)
+            weights = scores.sub_(safe_max[..., None]).exp_()
+            shrink = (b_max - safe_max).exp_()
+            b_sum = b_sum * shrink + weights.sum(-1)
+            b_acc = b_acc * shrink[..., None] + weights @ _group(v[:, keys], groups)
+            b_max = new_max
+        empty = b_sum == 0
+        denominator = b_sum.masked_fill(empty, 1.0)
+        b_out = (b_acc / denominator[..., None]).permute(0, 3, 1, 2, 4).flatten(2, 3)  # -> [B, rows, H, D]
+        target = state.out if last else state.acc
+        assert target is not None
+        target[:, rows] = b_out.to(target.dtype)
+        state.lse[:, :, rows] = (b_max + denominator.log()).masked_fill(empty, -torch.inf).flatten(1, 2)
+
+
+def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+    """See `kernels.Kernel.delta`. In runs of rows, so that no fp32 copy of out exists."""
+    pieces = [
+        torch.einsum("blhd,blhd->bhl", rows_out.float(), rows_dout.float())
+        for rows_out, rows_dout in zip(out.split(SLAB, 1), dout.split(SLAB, 1), strict=True)
+    ]
+    total = torch.cat(pieces, -1)
+    return total if dlse is None else total - dlse.float()
+
+
+def backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
+) -> None:  # fmt: skip
+    """See `kernels.Kernel.backward`."""
+    groups = k.shape[2]
+    dk.zero_()
+    dv.zero_()
+    for rows, slabs in _slabs(view, q.device):
+        if not slabs:
+            continue
+        b_q, b_dout = _group(q[:, rows], groups), _group(dout[:, rows], groups)
+        b_lse, b_delta = (x[:, :, rows].unflatten(1, (groups, -1))[..., None] for x in (lse, delta))
+        b_lse = b_lse.masked_fill(b_lse == -torch.inf, torch.inf)  # a row that sees nothing: exp(s - inf) = 0
+        b_dq = torch.zeros_like(b_q)
+        for keys, mask in slabs:
+            b_k, b_v = _group(k[:, keys], groups), _group(v[:, keys], groups)
+            scores = (b_q @ b_k.mT).mul_(scale)
+            if mask is not None:
+                scores.masked_fill_(~mask, -torch.inf)
+            weights = scores.sub_(b_lse).exp_()
+            # the heads of a group share k and v: fold them into the rows, and the products sum over them
+            folded = weights.flatten(2, 3)
+            dv[:, keys] += (folded.mT @ b_dout.flatten(2, 3)).transpose(1, 2)
+            dscores = (b_dout @ b_v.mT).sub_(b_delta).mul_(weights).mul_(scale)
+            b_dq += dscores @ b_k
+            dk[:, keys] += (dscores.flatten(2, 3).mT @ b_q.flatten(2, 3)).transpose(1, 2)
+        dq[:, rows] += b_dq.permute(0, 3, 1, 2, 4).flatten(2, 3)

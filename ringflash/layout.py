@@ -1,0 +1,137 @@
+"""One sequence cut over the ranks of a ring: the object that cuts everything which must be cut the same way.
+
+Tokens, labels, positions and attention all read the same segments. Made by `Ring.layout`, which never talks; only
+`unshard` communicates. Which segments a rank holds is decided in `layouts`; what the mask means, in `mask`.
+
+Letters: S global sequence, L local sequence, P ring size, U Ulysses size, n = P * U.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from . import mask
+
+if TYPE_CHECKING:
+    from .group import Ring
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which tokens of one sequence each rank holds, and what they may see.
+
+    ring: the ranks; seq_len: S, tokens of the whole sequence; causal: queries see no later key
+    cu_seqlens: int32 [m + 1] on the CPU, borders of packed documents, or None
+    bounds: int32 [2, S] on the CPU, (lo, hi) of `intervals=`, or None
+    segments: int32 [n segments, 3] on the CPU: (ring rank, global start, count), ascending within a rank
+    """
+
+    ring: Ring
+    seq_len: int
+    causal: bool
+    cu_seqlens: torch.Tensor | None
+    bounds: torch.Tensor | None
+    segments: torch.Tensor
+
+    @property
+    def local_len(self) -> int:
+        """L: tokens of each rank."""
+        return self.seq_len // self.ring.size
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """int64 [S] on the CPU: the global position of every token, rank after rank."""
+        parts = segments_of(self.segments.numpy())
+        return torch.from_numpy(np.concatenate([mask.positions(part) for part in parts]))
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [L] on the ring's device: the global position of each local token."""
+        start = self.ring.rank * self.local_len
+        return _plain(self.order[start : start + self.local_len], self.ring.device)
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [L] on the ring's device: the position of each local token inside its document, for RoPE."""
+        if self.cu_seqlens is None:
+            return self.positions
+        borders = self.cu_seqlens.to(self.ring.device)
+        document = torch.searchsorted(borders, self.positions.int(), right=True) - 1  # padding counts from the last border
+        return _plain(self.positions - borders[document], self.ring.device)
+
+    def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's part of a tensor along the sequence, a copy.
+
+        x: any dtype, any shape with S at `dim`, the same on every rank
+        returns L at `dim`. The gradient of the other ranks' parts is zero: gradients are those of the sum over ranks.
+        """
+        self._check_len(x, dim, self.seq_len, "shard", "the whole sequence")
+        return x.index_select(dim, self.positions.to(x.device))
+
+    def unshard(self, x_local: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The whole tensor, on every rank, from the ranks' parts along the sequence. All ranks must call it.
+
+        x_local: any dtype, any shape with L at `dim`
+        returns S at `dim`. Its gradient is summed over the ranks: a loss that every rank computes alike from it must be
+        divided by the number of ranks. Sums in fp32.
+        """
+        self._check_len(x_local, dim, self.local_len, "unshard", "this rank's part")
+        return _Unshard.apply(x_local, self, dim)
+
+    def _check_len(self, x: torch.Tensor, dim: int, want: int, name: str, what: str) -> None:
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"{name}: dim={dim} is not an axis of a tensor of shape {list(x.shape)}")
+        if x.shape[dim] != want:
+            raise ValueError(f"{name}: dim {dim} of {list(x.shape)} is {x.shape[dim]}; {what} has {want}: name its axis with dim=")
+
+
+def segments_of(table: np.ndarray) -> list[mask.Segments]:
+    """The table of `Layout.segments` -> the segments of each ring rank, int64 [n, 2]."""
+    table = table.astype(np.int64)
+    breaks = np.flatnonzero(np.diff(table[:, 0])) + 1
+    return [part[:, 1:] for part in np.split(table, breaks)]
+
+
+def table_of(segments: list[mask.Segments]) -> torch.Tensor:
+    """The inverse of `segments_of`, int32 on the CPU."""
+    rows = [np.column_stack((np.full(len(part), rank), part)) for rank, part in enumerate(segments)]
+    return torch.from_numpy(np.concatenate(rows).astype(np.int32))
+
+
+def _plain(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # a layout may be made inside inference_mode and used in training
+        return x.to(device, copy=True)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_local: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
+        ctx.layout, ctx.dim = layout, dim
+        ring = layout.ring
+        if ring.group is None:
+            return x_local.index_select(dim, torch.argsort(layout.order).to(x_local.device))
+        mine = x_local.movedim(dim, 0).contiguous()
+        if mine.dtype == torch.bool:
+            return _Unshard.forward(ctx, x_local.byte(), layout, dim).bool()
+        ranks = mine.new_empty(layout.seq_len, *mine.shape[1:])
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        gather(ranks, mine, group=ring.group)
+        return ranks.index_select(0, torch.argsort(layout.order).to(ranks.device)).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, dx: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        layout, dim = ctx.layout, ctx.dim
+        ring = layout.ring
+        ranks = dx.movedim(dim, 0).index_select(0, layout.order.to(dx.device))
+        if ring.group is None:
+            return ranks.movedim(0, dim), None, None
+        mine = ranks.new_empty(layout.local_len, *ranks.shape[1:], dtype=torch.float32)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+        scatter(mine, ranks.float().contiguous(), group=ring.group)
+        return mine.to(dx.dtype).movedim(0, dim), None, None

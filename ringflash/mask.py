@@ -1,0 +1,241 @@
+"""Masks as intervals, and what follows from them: tiles, ranges, hops.
+
+Every mask of this library is two int32 numbers a query: the half-open interval `[lo, hi)` of global key positions that
+the query sees. This file is the only one that knows what causal, window, documents or padding mean; everything below it
+(ring, kernels) reads intervals, tiles and ranges. It is numpy on the host: no device, no communication. Called by
+`plan` users (`ops`, benchmarks) and by `reference`.
+
+Letters: S global sequence, L local sequence, P ring size, BQ and BK rows of a query and of a key tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+Segments = np.ndarray  # int64 [n, 2]: (global start, count), ascending, not overlapping
+
+
+def intervals(
+    num_queries: int,
+    num_keys: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    cu_seqlens: np.ndarray | None = None,
+    bounds: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The interval of keys that each query sees: the intersection of all masks given.
+
+    num_queries, num_keys: with unequal lengths query i stands at key position i + num_keys - num_queries (bottom-right)
+    causal: [0, p + 1)
+    window: w >= 1 keys, [p - w + 1, p + 1), or symmetric [p - w + 1, p + w) where not causal
+    cu_seqlens: int32 [m + 1]; a document is [start, end), and rows from cu_seqlens[-1] on are padding
+    bounds: (lo, hi), int32 [num_queries] each, any intervals that never fall
+    returns (lo, hi), int32 [num_queries] each; neither ever falls along the sequence; lo >= hi sees nothing
+    """
+    position = np.arange(num_queries, dtype=np.int64) + (num_keys - num_queries)
+    lo = np.zeros(num_queries, np.int64)
+    hi = np.full(num_queries, num_keys, np.int64)
+    if cu_seqlens is not None:
+        lengths = np.diff(cu_seqlens)
+        used = int(cu_seqlens[-1])
+        lo[:used] = np.repeat(cu_seqlens[:-1], lengths)
+        hi[:used] = np.repeat(cu_seqlens[1:], lengths)
+    if causal:
+        hi = np.minimum(hi, position + 1)
+    if window is not None:
+        lo = np.maximum(lo, position - window + 1)
+        if not causal:
+            hi = np.minimum(hi, position + window)
+    if bounds is not None:
+        lo = np.maximum(lo, bounds[0])
+        hi = np.minimum(hi, bounds[1])
+    if cu_seqlens is not None:
+        lo[used:] = hi[used:] = used
+    return np.clip(lo, 0, num_keys).astype(np.int32), np.clip(hi, 0, num_keys).astype(np.int32)
+
+
+def positions(segments: Segments) -> np.ndarray:
+    """int64 [L]: the global position of each local token of these segments."""
+    starts, counts = segments[:, 0], segments[:, 1]
+    before = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(starts - before, counts)
+
+
+def cut(segments: Segments, block: int) -> np.ndarray:
+    """Cut segments into tiles of at most `block` tokens; no tile crosses the border of a segment.
+
+    returns int32 [num_tiles, 3]: (local start, global start, count), ascending
+    """
+    starts, counts = segments[:, 0], segments[:, 1]
+    tiles = -(-counts // block)
+    before = np.cumsum(counts) - counts
+    offset = (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * block
+    count = np.minimum(np.repeat(counts, tiles) - offset, block)
+    return np.stack((np.repeat(before, tiles) + offset, np.repeat(starts, tiles) + offset, count), 1).astype(np.int32)
+
+
+class Tiles(NamedTuple):
+    """Tile tables of one view, int32: numpy arrays on the host, or tensors on a device.
+
+    q_tiles, k_tiles: [n, 3] (local start, global start, count)
+    q_ranges: [num q tiles, 4] (v0, w0, w1, v1): key tiles [v0, v1) are visible to the query tile, of which [w0, w1) are
+        seen whole, by every row; v0 <= w0 <= w1 <= v1, and v0 == v1 where nothing is seen
+    k_ranges: [num k tiles, 4] the transpose: the same four numbers, in query tiles, for each key tile
+    q_order, k_order: [n] the tiles, longest range first, so that a GPU's last wave is short
+    """
+
+    q_tiles: np.ndarray | torch.Tensor
+    k_tiles: np.ndarray | torch.Tensor
+    q_ranges: np.ndarray | torch.Tensor
+    k_ranges: np.ndarray | torch.Tensor
+    q_order: np.ndarray | torch.Tensor
+    k_order: np.ndarray | torch.Tensor
+
+
+def _ranges(v0: np.ndarray, w0: np.ndarray, w1: np.ndarray, v1: np.ndarray) -> np.ndarray:
+    v1 = np.maximum(v0, v1)
+    w0 = np.clip(w0, v0, v1)
+    w1 = np.clip(w1, w0, v1)
+    return np.stack((v0, w0, w1, v1), 1).astype(np.int32)
+
+
+def _longest_first(ranges: np.ndarray) -> np.ndarray:
+    return np.argsort(ranges[:, 0] - ranges[:, 3], kind="stable").astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What the queries of one rank see of one visiting block of keys. Kernels get this and nothing else of a mask.
+
+    lo, hi: int32 [L]: the interval of each local query, in global key positions
+    q_segments, k_segments: where the local queries and the visiting keys stand in the sequence
+    """
+
+    lo: np.ndarray
+    hi: np.ndarray
+    q_segments: Segments
+    k_segments: Segments
+    _made: dict = field(default_factory=dict, repr=False)
+
+    def _memo(self, key, make):
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def key_positions(self, device: torch.device) -> torch.Tensor:
+        """int32 [number of visiting keys]: the global position of each."""
+        make = lambda: torch.from_numpy(positions(self.k_segments).astype(np.int32)).to(device)  # noqa: E731
+        return self._memo(("positions", device), make)
+
+    def bounds(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(lo, hi) on a device, int32 [L] each."""
+        return self._memo(device, lambda: (torch.from_numpy(self.lo).to(device), torch.from_numpy(self.hi).to(device)))
+
+    def tiles(self, block_q: int, block_k: int, device: torch.device | None = None) -> Tiles:
+        """Tile tables for tiles of block_q queries and block_k keys; on the host, or on `device`; made once."""
+        if device is not None:
+            host = self.tiles(block_q, block_k)
+            make = lambda: Tiles(*(torch.from_numpy(table).to(device) for table in host))  # noqa: E731
+            return self._memo((block_q, block_k, device), make)
+        return self._memo((block_q, block_k), lambda: self._tiles(block_q, block_k))
+
+    def _tiles(self, block_q: int, block_k: int) -> Tiles:
+        q_tiles, k_tiles = cut(self.q_segments, block_q), cut(self.k_segments, block_k)
+        first, last = q_tiles[:, 0], q_tiles[:, 0] + q_tiles[:, 2] - 1
+        lo_first, lo_last, hi_first, hi_last = self.lo[first], self.lo[last], self.hi[first], self.hi[last]
+        start, end = k_tiles[:, 1], k_tiles[:, 1] + k_tiles[:, 2]
+        # visible: start < hi_last and end > lo_first; whole: start >= lo_last and end <= hi_first. All four columns
+        # ascend, so each side of each condition is a search, and its transpose another.
+        q_ranges = _ranges(
+            np.searchsorted(end, lo_first, "right"),
+            np.searchsorted(start, lo_last, "left"),
+            np.searchsorted(end, hi_first, "right"),
+            np.searchsorted(start, hi_last, "left"),
+        )
+        k_ranges = _ranges(
+            np.searchsorted(hi_last, start, "right"),
+            np.searchsorted(hi_first, end, "left"),
+            np.searchsorted(lo_last, start, "right"),
+            np.searchsorted(lo_first, end, "left"),
+        )
+        return Tiles(q_tiles, k_tiles, q_ranges, k_ranges, _longest_first(q_ranges), _longest_first(k_ranges))
+
+    def pairs(self) -> int:
+        """How many (query, key) pairs are visible: the work, exact."""
+        total = 0
+        for start, count in self.k_segments:
+            seen = np.minimum(self.hi, start + count).astype(np.int64) - np.maximum(self.lo, start)
+            total += int(np.maximum(seen, 0).sum())
+        return total
+
+
+def sees(lo: np.ndarray, hi: np.ndarray, segments: list[Segments]) -> np.ndarray:
+    """bool [P, P]: does any query of ring rank i see a key of ring rank j? Judged row by row, not by hulls."""
+    owner = np.repeat(np.arange(len(segments)), [len(part) for part in segments])
+    keys = np.concatenate(segments)
+    # lo and hi never fall, so the rows that may see a key segment are one run [begin, end) of the sequence
+    begin = np.searchsorted(hi, keys[:, 0], "right")
+    end = np.searchsorted(lo, keys[:, 0] + keys[:, 1], "left")
+    seen = np.zeros((len(segments), len(segments)), bool)
+    for rank, part in enumerate(segments):
+        rows = positions(part)
+        filled = np.concatenate(([0], np.cumsum(lo[rows] < hi[rows])))  # rows that see anything, counted from the left
+        hits = filled[np.searchsorted(rows, end)] > filled[np.searchsorted(rows, begin)]
+        np.logical_or.at(seen[rank], owner[hits], True)
+    return seen
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One rank's walk round the ring.
+
+    hops: ascending distances that the keys have travelled; the same on every rank; may lack 0 and may be empty
+    views: a View for each hop, or None where this rank has no work at that hop
+    """
+
+    hops: tuple[int, ...]
+    views: tuple[View | None, ...]
+
+    @property
+    def first(self) -> int:
+        """Index of this rank's first hop with work; len(hops) if there is none."""
+        return next((i for i, view in enumerate(self.views) if view), len(self.hops))
+
+    @property
+    def last(self) -> int:
+        """Index of this rank's last hop with work; -1 if there is none."""
+        return next((i for i in reversed(range(len(self.hops))) if self.views[i]), -1)
+
+
+def plan(segments: list[Segments], ring_rank: int, lo: np.ndarray, hi: np.ndarray) -> Plan:
+    """The hops that this layout and mask need, and what `ring_rank` computes at each.
+
+    segments: the segments of every ring rank; at hop h rank r works on the keys of rank (r - h) mod P
+    lo, hi: int32 [S], the intervals of the whole sequence
+    """
+    size = len(segments)
+    seen = sees(lo, hi, segments)
+    rank = np.arange(size)
+    hops = tuple(h for h in range(size) if seen[rank, (rank - h) % size].any())
+    rows = positions(segments[ring_rank])
+    local_lo, local_hi = lo[rows], hi[rows]
+    views = tuple(
+        View(local_lo, local_hi, segments[ring_rank], segments[(ring_rank - h) % size])
+        if seen[ring_rank, (ring_rank - h) % size]
+        else None
+        for h in hops
+    )
+    return Plan(hops, views)
+
+
+def plan_one_device(num_keys: int, lo: np.ndarray, hi: np.ndarray) -> Plan:
+    """The plan of a ring of one: all queries against all keys, whose lengths may differ."""
+    if not (lo < hi).any():
+        return Plan((), ())
+    whole_q, whole_k = np.array([[0, len(lo)]]), np.array([[0, num_keys]])
+    return Plan((0,), (View(lo, hi, whole_q, whole_k),))

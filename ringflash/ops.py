@@ -1,0 +1,181 @@
+"""The custom ops `ringflash::attention` and `ringflash::attention_backward`: everything between the checks and the ring.
+
+They take tensors, numbers and strings only, so that torch.compile sees one node and a checkpoint policy can name and
+save it. Segments, documents and intervals come as int32 CPU tensors whose sizes may change with the batch; hops, tile
+tables and the digest are derived inside, cached by content. The fake implementations never talk.
+
+Letters: B batch, L local tokens, H query heads, G key/value heads, D head dimension, P ring size, U Ulysses size.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from . import agreement, mask, ring, ulysses
+from .exchange import Processes, Transport
+from .kernels import KERNELS, Kernel
+from .layout import segments_of
+
+NO_WINDOW = 0
+
+
+@functools.lru_cache(maxsize=32)
+def make_plan(
+    shape: tuple[int, int, int], segments: bytes, cu_seqlens: bytes | None, bounds: bytes | None, causal: bool, window: int
+) -> mask.Plan:
+    """One rank's hops and views, from the content of the tensors.
+
+    shape: (ring rank, queries, keys), the lengths of the whole sequence; segments: b"" on one device
+    """
+    ring_rank, num_queries, num_keys = shape
+    lo, hi = mask.intervals(
+        num_queries,
+        num_keys,
+        causal=causal,
+        window=None if window == NO_WINDOW else window,
+        cu_seqlens=None if cu_seqlens is None else np.frombuffer(cu_seqlens, np.int32),
+        bounds=None if bounds is None else tuple(np.frombuffer(bounds, np.int32).reshape(2, -1)),
+    )
+    if not segments:
+        return mask.plan_one_device(num_keys, lo, hi)
+    return mask.plan(segments_of(np.frombuffer(segments, np.int32).reshape(-1, 3)), ring_rank, lo, hi)
+
+
+def _content(x: Tensor | None) -> bytes | None:
+    return None if x is None else x.numpy().tobytes()
+
+
+class _Call:
+    """What a forward and its backward derive alike from the arguments of the op."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
+        causal: bool, window: int, kernel: str, group: str, num_ulysses: int, timeout_s: float,
+    ) -> None:  # fmt: skip
+        self.kernel: Kernel = KERNELS[kernel]
+        self.groups = k.shape[2]
+        self.ring: Transport | None = None
+        self.heads: Transport | None = None
+        self.pg: dist.ProcessGroup | None = None
+        size = 1
+        if group:
+            self.pg = distributed_c10d._resolve_process_group(group)
+            rank, size = dist.get_rank(self.pg), dist.get_world_size(self.pg)
+            ring_rank, head_rank = divmod(rank, num_ulysses)
+            if size > num_ulysses:
+                self.ring = Processes(self.pg, ring_rank, range(head_rank, size, num_ulysses), timeout_s)
+            if num_ulysses > 1:
+                first = ring_rank * num_ulysses
+                self.heads = Processes(self.pg, head_rank, range(first, first + num_ulysses), timeout_s)
+        shape = (self.ring.rank if self.ring else 0, q.shape[1] * size, k.shape[1] * size)
+        table = _content(segments) or b""
+        self.plan = make_plan(shape, table, _content(cu_seqlens), _content(bounds), causal, window)
+
+    def scatter(self, tensors: list[Tensor]) -> list[Tensor]:
+        """All heads of the local tokens -> this rank's heads of the ring rank's tokens."""
+        return ulysses.scatter_heads(tensors, self.groups, self.heads) if self.heads else tensors
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The way back, for tensors with query heads."""
+        return ulysses.gather_heads(x, self.heads) if self.heads else x
+
+    def scatter_rows(self, x: Tensor) -> Tensor:
+        """`scatter` for one number a query: [B, H, L] -> [B, H / U, U * L]."""
+        return self.scatter([x.transpose(1, 2)[..., None]])[0][..., 0].transpose(1, 2).contiguous()
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """`gather` for one number a query."""
+        return self.gather(x.transpose(1, 2)[..., None])[..., 0].transpose(1, 2).contiguous()
+
+    def gather_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`gather` for fp32 gradients of keys or values, rounded once: before the way, or after a sum on arrival."""
+        if not self.heads:
+            return x.to(dtype, copy=True)  # dk and dv share one buffer, which an op may not return
+        shared = self.groups < self.heads.size
+        return ulysses.gather_kv_heads(x if shared else x.to(dtype), self.groups, self.heads).to(dtype)
+
+
+def describe(q: Tensor, k: Tensor, pieces: tuple[Tensor | None, ...], flags: tuple[object, ...]) -> str:
+    """The call as text, equal on all ranks that make the same one."""
+    digest = hashlib.sha256(repr([_content(piece) for piece in pieces]).encode()).hexdigest()[:12]
+    names = ("causal", "window", "scale", "kernel", "deterministic", "ulysses")
+    rest = ", ".join(f"{name}={value}" for name, value in zip(names, flags, strict=True))
+    return f"attention(q {list(q.shape)} {q.dtype}, k {list(k.shape)}, {rest}, layout and documents {digest})"
+
+
+@torch.library.custom_op("ringflash::attention", mutates_args=())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
+    causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
+    group: str, ulysses: int, timeout_s: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The local part of attention over a ring.
+
+    q: [B, L, H, D]; k, v: [B, L, G, D], innermost stride 1
+    segments: int32 [n, 3] (ring rank, global start, count) of all ranks, None on one device
+    cu_seqlens: int32 [m + 1]; bounds: int32 [2, S] (lo, hi); window: 0 = none; group: its name, "" = one process
+    returns out [B, L, H, D] in q's type, lse [B, H, L] fp32
+    """
+    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, group, ulysses, timeout_s)
+    if call.pg is not None:
+        flags = (causal, window, scale, kernel, deterministic, ulysses)
+        agreement.agree(call.pg, describe(q, k, (segments, cu_seqlens, bounds), flags), timeout_s)
+    out, lse = ring.forward(*call.scatter([q, k, v]), call.plan, call.ring, call.kernel, scale=scale)
+    return call.gather(out), call.gather_rows(lse)
+
+
+@attention.register_fake
+def _(q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group, ulysses, timeout_s):
+    batch, length, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+@torch.library.custom_op("ringflash::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
+    causal: bool, window: int, scale: float, kernel: str, group: str, ulysses: int, timeout_s: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type."""
+    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, group, ulysses, timeout_s)
+    rows = torch.stack((lse, call.kernel.delta(out, dout, dlse)), -1)  # [B, H, L, 2]
+    q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
+    lse, delta = (call.scatter_rows(x) for x in rows.unbind(-1))
+    dq, dk, dv = ring.backward(
+        dout_heads, q_heads, k_heads, v_heads, lse, delta, call.plan, call.ring, call.kernel, scale=scale
+    )
+    return call.gather(dq.to(q.dtype)), call.gather_kv(dk, k.dtype), call.gather_kv(dv, v.dtype)
+
+
+@attention_backward.register_fake
+def _(
+    dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, group, ulysses, timeout_s
+):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, _, group, num_ulysses, timeout_s = inputs
+    ctx.save_for_backward(q, k, v, *output, segments, cu_seqlens, bounds)
+    ctx.rest = (causal, window, scale, kernel, group, num_ulysses, timeout_s)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None):
+    q, k, v, out, lse, segments, cu_seqlens, bounds = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    grads = attention_backward(dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, *ctx.rest)
+    return *grads, *(None,) * 11
+
+
+attention.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,62 @@
+"""Dense attention in fp64: the definition of correct. Every kernel, layout and ring is tested against this file.
+
+Memory is S x S; autograd differentiates it. It shares `mask.intervals` with the library on purpose: that function is in
+turn tested against masks written down pair by pair.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import arguments
+
+if TYPE_CHECKING:
+    from .layout import Layout
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: Layout | None = None,
+    causal: bool | None = None,
+    window: int | None = None,
+    cu_seqlens: torch.Tensor | list[int] | None = None,
+    intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * q k^T + mask) v, dense, in fp64.
+
+    q: [B, S, H, D]; k, v: [B, S_k, G, D], any float type, always the whole sequence, also with layout=
+    layout: takes its mask (causal, documents, intervals); the other arguments as in `ringflash.attention`
+    returns out [B, S, H, D] fp64, or (out, lse [B, H, S] fp64, natural log); rows that see nothing: out 0, lse -inf
+
+    Source: Vaswani et al., arXiv:1706.03762.
+    """
+    mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
+    lo, hi = (torch.from_numpy(bound).to(q.device) for bound in mask.intervals(q.shape[1], k.shape[1]))
+    scale = arguments.scale_of(q, scale)
+    group = q.shape[2] // k.shape[2]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
+    key = torch.arange(k.shape[1], device=q.device)
+    seen = (key >= lo[:, None]) & (key < hi[:, None])  # [S, S_k]
+    scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).masked_fill(~seen, -torch.inf)
+    lse, weights = _softmax(scores)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    return (out, lse) if return_lse else out
+
+
+def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lse, weights) over the last axis; a row of -inf gives -inf, zeros and zero gradients."""
+    if not scores.shape[-1]:
+        return scores.sum(-1) - torch.inf, scores
+    top = scores.amax(-1, keepdim=True).detach()
+    empty = top == -torch.inf
+    weights = (scores - top.masked_fill(empty, 0.0)).exp()
+    total = weights.sum(-1, keepdim=True).masked_fill(empty, 1.0)
+    lse = (top.masked_fill(empty, 0.0) + total.log()).masked_fill(empty, -torch.inf)
+    return lse.squeeze(-1), weights / total

@@ -1,0 +1,98 @@
+"""Persistent worlds of gloo processes: started once a world size, cases are sent to them.
+
+    results = pool(4)(body, *args)     # body(*args) on every rank of a world of 4; one result a rank
+    outcomes = pool(4).outcomes(...)   # the same, but what a rank raised comes back instead of being raised here
+
+`body` is a top-level function of an importable module. Inside it torch.distributed is ready. After an error the world
+is thrown away, since a rank may have left messages behind, and the next call starts a new one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+CASE_S = 150.0  # a case that takes longer hangs
+
+
+class World:
+    """`size` processes that share a gloo group and run one case after another."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._workers: list[tuple[Any, Any]] = []
+
+    def __call__(self, body: Callable[..., Any], *args: Any) -> list[Any]:
+        outcomes = self.outcomes(body, *args)
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, BaseException):
+                raise AssertionError(f"rank {rank} of {self.size} raised") from outcome
+        return outcomes
+
+    def outcomes(self, body: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned, or the exception that it raised, with its traceback as a note."""
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            pipe.send((body, args))
+        outcomes = [self._receive(rank, pipe) for rank, (_, pipe) in enumerate(self._workers)]
+        if any(isinstance(outcome, BaseException) for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self.size, port, there), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def _receive(self, rank: int, pipe: Any) -> Any:
+        try:
+            if pipe.poll(CASE_S):
+                return pipe.recv()
+        except EOFError:
+            return RuntimeError(f"rank {rank} died")
+        return TimeoutError(f"rank {rank} did not answer within {CASE_S:g} s")
+
+    def close(self) -> None:
+        """End the processes; the next case starts new ones."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers = []
+
+
+def _work(rank: int, size: int, port: int, pipe: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ["LOCAL_RANK"] = str(rank)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    while True:
+        try:
+            body, args = pipe.recv()
+        except EOFError:
+            os._exit(0)  # libraries beneath us abort at a normal exit now and then
+        try:
+            result = body(*args)
+        except BaseException as error:
+            error.add_note("".join(traceback.format_exception(error)))
+            result = error
+        try:
+            pipe.send(result)
+        except Exception:
+            pipe.send(RuntimeError(f"a result or error could not be sent: {result!r}"))
