@@ -41,23 +41,18 @@ def sentence(error: ValidationError, config: type[BaseModel]) -> str:
 
 def _unknown(loc: tuple[str, ...], keys: dict[str, dict[str, str]]) -> str:
     """The sentence for a key that does not exist, with the nearest one that does, in whichever section it stands."""
-    name = ".".join(loc)
     *sections, key = loc
-    section = sections[0] if sections else None
-    if section is None and (near := difflib.get_close_matches(key, keys, n=1)):
-        return f"[{name}] is not a section: did you mean [{near[0]}]?"
+    section = sections[0] if sections else ""
     homes = {f"{home}.{known}": known for home, table in keys.items() for known in table}
-    candidates = [home for home, known in homes.items() if known == key]
-    candidates += [f"{section}.{near}" for near in difflib.get_close_matches(key, keys.get(section or "", ()), n=1)]
-    candidates += [
-        home for near in difflib.get_close_matches(key, homes.values(), n=1) for home in homes if homes[home] == near
-    ]
-    if candidates:
-        return f"{name} is not a key: did you mean {candidates[0]}?"
-    listed = (
-        f"the keys of [{section}] are {', '.join(keys[section])}" if section else f"the sections are {', '.join(keys)}"
-    )
-    return f"{name} is not a key: {listed}"
+    beside = keys.get(section, {}) if section else keys
+    near = [home for home, known in homes.items() if known == key]
+    near += [f"{section}.{known}" if section else f"[{known}]" for known in difflib.get_close_matches(key, beside, n=1)]
+    for known in difflib.get_close_matches(key, homes.values(), n=1):
+        near += [home for home in homes if homes[home] == known]
+    name, kind = (".".join(loc), "key") if section else (f"[{key}]", "section")
+    if near:
+        return f"{name} is not a {kind}: did you mean {near[0]}?"
+    return f"{name} is not a {kind}: {f'[{section}] has' if section else 'there are'} {', '.join(beside)}"
 
 
 def _keys(config: type[BaseModel]) -> dict[str, dict[str, str]]:

@@ -1,0 +1,282 @@
+"""train/config.py: what a run may be told, and how it refuses the rest in one sentence."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train.config import Batch, ConfigError, check_paths, load
+
+REPO = Path(__file__).resolve().parent.parent
+DEMO = REPO / "configs" / "demo.toml"
+LLAMA = REPO / "configs" / "llama3_8b_128k.toml"
+
+
+def demo(*overrides: str):
+    return load(DEMO, overrides)
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_loads(path):
+    config = load(path)
+    assert config.train.name == path.stem
+    assert config.data_parallel(config.world_size) * config.sequence_parallel == config.world_size
+
+
+def test_a_value_is_toml_and_a_bare_word_is_a_string():
+    config = demo("data.path=/tmp/some text", "optimizer.lr=1e-2", "optimizer.betas=[0, 0.5]", "model.config.x.y=3")
+    assert (config.data.path, config.optimizer.lr, config.optimizer.betas) == ("/tmp/some text", 1e-2, [0.0, 0.5])
+    assert config.model.config["x"] == {"y": 3}
+    assert demo('train.name="7"').train.name == "7"
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        demo().train.steps = 3
+
+
+def test_R109_a_number_stays_a_number():
+    assert demo("optimizer.lr=1e-5", "optimizer.min_lr=0").optimizer.lr == 1e-5
+    assert isinstance(demo("optimizer.lr=1").optimizer.lr, float)
+
+
+WRONG_TYPES = {
+    "optimizer.lr=fast": ("optimizer.lr", "'fast'", "a number"),
+    "optimizer.lr='1e-5'": ("optimizer.lr", "'1e-5'", "a number"),
+    "optimizer.lr=true": ("optimizer.lr", "True", "a number"),
+    "optimizer.lr=nan": ("optimizer.lr", "nan", "a finite number"),
+    "parallel.ring=2.5": ("parallel.ring", "2.5", "an integer"),
+    "parallel.ring=no": ("parallel.ring", "'no'", "an integer"),
+    "parallel.ring='4x'": ("parallel.ring", "'4x'", "an integer"),
+    "parallel.ring=true": ("parallel.ring", "True", "an integer"),
+    "data.shuffle=1": ("data.shuffle", "1", "a boolean"),
+    "data.path=3": ("data.path", "3", "a string"),
+}
+
+
+@pytest.mark.parametrize("override", WRONG_TYPES)
+def test_R109_a_wrong_type_names_key_value_and_type(override):
+    key, value, wanted = WRONG_TYPES[override]
+    with pytest.raises(ConfigError) as refusal:
+        demo(override)
+    assert str(refusal.value).startswith(f"{key} = {value} ")
+    assert wanted in str(refusal.value)
+
+
+UNKNOWN_KEYS = {
+    "parallel.ulises=4": "did you mean parallel.ulysses?",
+    "sequence.lenght=8192": "did you mean sequence.length?",
+    "train.length=8192": "did you mean sequence.length?",
+    "optimizer.zero=3": "did you mean parallel.zero?",
+    "model.layuot=zigzag": "did you mean sequence.layout?",
+    "optimiser.lr=1": "[optimiser] is not a section: did you mean [optimizer]?",
+    "parallel.sequence_parallel_sise=4": "[parallel] has ring, ulysses, data, zero",
+    "nothing_like_it.x=4": "there are model, data,",
+}
+
+
+@pytest.mark.parametrize("override", UNKNOWN_KEYS)
+def test_R110_an_unknown_or_misplaced_key_is_refused_with_the_nearest(override):
+    with pytest.raises(ConfigError) as refusal:
+        demo(override)
+    assert override.split("=")[0].split(".")[0] in str(refusal.value)
+    assert UNKNOWN_KEYS[override] in str(refusal.value)
+
+
+def test_R110_a_key_outside_any_section(tmp_path):
+    path = tmp_path / "flat.toml"
+    path.write_text("ring = 4\n" + DEMO.read_text())
+    with pytest.raises(ConfigError, match=r"\[ring\] is not a section: did you mean parallel\.ring\?"):
+        load(path)
+
+
+def eight(*overrides: str):
+    """World 8 in rings of 4, so 2 data replicas; no documents, so that a micro-batch may be above 1."""
+    return load(DEMO, ["launch.processes_per_node=8", "data.document_mask=false", *overrides])
+
+
+BATCHES = {
+    (16, 2, 4): Batch(16, 2, 4),
+    (None, 2, 4): Batch(16, 2, 4),
+    (16, None, 4): Batch(16, 2, 4),
+    (16, 2, None): Batch(16, 2, 4),
+    (16, None, None): Batch(16, 1, 8),
+    (None, 3, None): Batch(6, 3, 1),
+    (None, None, 3): Batch(6, 1, 3),
+    (None, None, None): Batch(2, 1, 1),
+}
+DISAGREEING = [(64, 2, 4), (8, 2, 4), (15, 2, None), (15, None, 4), (15, None, None), (2, 2, None), (2, None, 4)]
+
+
+def batch_lines(sizes) -> str:
+    return "".join(f"{name} = {n}\n" for name, n in zip(Batch._fields, sizes, strict=True) if n is not None)
+
+
+@pytest.fixture
+def with_batch(tmp_path):
+    def make(sizes):
+        path = tmp_path / "batch.toml"
+        path.write_text(DEMO.read_text().replace("global_batch = 1 ", batch_lines(sizes) + "#"))
+        return load(path, ["launch.processes_per_node=8", "data.document_mask=false"])
+
+    return make
+
+
+@pytest.mark.parametrize("sizes", BATCHES, ids=str)
+def test_R113_the_missing_batch_size_is_derived(with_batch, sizes):
+    assert with_batch(sizes).batch(8) == BATCHES[sizes]
+
+
+@pytest.mark.parametrize("sizes", DISAGREEING, ids=str)
+def test_R113_batch_sizes_that_disagree_are_listed(with_batch, sizes):
+    with pytest.raises(ConfigError) as refusal:
+        with_batch(sizes)
+    for name, size in zip(Batch._fields, sizes, strict=True):
+        assert f"train.{name} = {'left out' if size is None else size}" in str(refusal.value)
+    assert "data = 2 (world 8 / (ring 4 * ulysses 1))" in str(refusal.value)
+
+
+def test_R113_a_world_that_does_not_divide():
+    with pytest.raises(ConfigError, match=r"6 processes does not divide by parallel\.ring = 4"):
+        demo("launch.processes_per_node=6")
+
+
+@pytest.mark.parametrize(("ring", "world", "tokens"), [(1, 1, 4096), (2, 2, 4096), (4, 4, 4096), (2, 4, 8192)])
+def test_R90_ranks_of_one_ring_share_their_tokens(ring, world, tokens):
+    overrides = ["sequence.length=1024", f"parallel.ring={ring}", f"launch.processes_per_node={world}"]
+    config = demo(*overrides, f"train.global_batch={world // ring}")
+    assert 4 * config.batch(world).global_batch * config.sequence.length == tokens
+
+
+REFUSED = {
+    # a ring that does not fit the world
+    "parallel.ring=8": ("ring = 8", "4 processes"),
+    "parallel.ulysses=2": ("ulysses = 2", "8 ranks", "4 processes"),
+    "parallel.data=2": ("data = 2", "8 ranks", "4 processes"),
+    "parallel.zero=4": ("parallel.zero = 4", "less than or equal to 3"),
+    # lengths
+    "sequence.length=8190": ("8190", "divide by 8", "'zigzag'", "8192"),
+    "sequence.length=0": ("sequence.length = 0", "greater than or equal to 1"),
+    "sequence.layout=spiral": ("'spiral'", "'contiguous', 'zigzag', 'striped' or 'balanced'"),
+    # the model
+    "model.architecture=gpt2": ("'gpt2'", "'llama'"),
+    "model.config.vocab_size=257": ("vocab_size = 257", "'bytes'", "258"),
+    "model.config.num_key_value_heads=3": ("num_attention_heads = 4", "num_key_value_heads = 3"),
+    "model.config.hidden_size='192'": ("model.config.hidden_size = '192'", "an integer"),
+    "model.config=3": ("model.config = 3", "a dictionary"),
+    # the optimizer
+    "optimizer.momentum=0.9": ("optimizer.momentum", "'adamw'"),
+    "optimizer.name=sgd": ("optimizer.betas", "'sgd'"),
+    "optimizer.schedule=constant": ("optimizer.min_lr", "'constant'"),
+    "optimizer.min_lr=1": ("min_lr = 1", "lr = 0.003"),
+    "optimizer.warmup_steps=41": ("warmup_steps = 41", "steps = 40"),
+    "optimizer.betas=[0.9]": ("optimizer.betas = [0.9]", "2 items"),
+    "optimizer.betas=[0.9, 1]": ("optimizer.betas.1 = 1", "less than 1"),
+    # the rest
+    "train.micro_batch=2": ("micro_batch = 2", "global_batch = 1"),
+    "train.name=../x": ("train.name = '../x'", "matches"),
+    "launch.nodes=2": ("launch.nodes = 2", "launch.master_address"),
+    "launch.master_address=host": ("launch.master_address", "launch.master_port"),
+    "launch.scheduler=slurm": ("'slurm'", "'torchrun'"),
+    "metrics.peak_tflops=0": ("metrics.peak_tflops = 0", "greater than 0"),
+    # the override itself
+    "train.steps": ("'train.steps'", "section.key=value"),
+    "steps=3": ("'steps=3'", "section.key=value"),
+    ".=3": ("section.key=value",),
+    "train.steps.more=3": ("'steps'", "not a table"),
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_an_impossible_run_is_refused_with_its_numbers(override):
+    overrides = ["launch.nodes=2", "parallel.ring=8"] if override == "launch.nodes=2" else [override]
+    with pytest.raises(ConfigError) as refusal:
+        demo(*overrides)
+    message = str(refusal.value)
+    assert all(part in message for part in REFUSED[override]), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(("layout", "length", "accepted"), [("contiguous", 8188, True), ("zigzag", 8188, False)])
+def test_the_divisor_is_the_layouts(layout, length, accepted):
+    overrides = (f"sequence.layout={layout}", f"sequence.length={length}")
+    if accepted:
+        assert demo(*overrides).sequence.length == length
+    else:
+        with pytest.raises(ConfigError, match="8192"):
+            demo(*overrides)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ulysses"), [(8, 4, 2), (8, 2, 4), (8, 1, 8), (6, 6, 3)])
+def test_heads_that_ulysses_divides(heads, kv_heads, ulysses):
+    assert ulysses_config(heads, kv_heads, ulysses).parallel.ulysses == ulysses
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ulysses"), [(6, 6, 4), (12, 6, 4), (12, 4, 3)])
+def test_heads_that_ulysses_does_not_divide(heads, kv_heads, ulysses):
+    with pytest.raises(ConfigError, match=f"ulysses = {ulysses} .*heads = {heads}.*heads = {kv_heads}"):
+        ulysses_config(heads, kv_heads, ulysses)
+
+
+def ulysses_config(heads: int, kv_heads: int, ulysses: int):
+    model = (f"model.config.num_attention_heads={heads}", f"model.config.num_key_value_heads={kv_heads}")
+    mesh = ("parallel.ring=1", f"parallel.ulysses={ulysses}", f"launch.processes_per_node={ulysses}")
+    return demo(*model, *mesh, "sequence.length=9216")
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "num_attention_heads", "num_key_value_heads"])
+def test_a_model_says_its_shape(tmp_path, key):
+    path = tmp_path / "x.toml"
+    path.write_text(DEMO.read_text().replace(f"{key} =", f"{key[:-1]} ="))
+    with pytest.raises(ConfigError, match=rf"model\.config\.{key} is missing.*'{key[:-1]}'"):
+        load(path)
+
+
+def test_documents_need_a_micro_batch_of_one():
+    with pytest.raises(ConfigError, match=r"train\.micro_batch = 2 must be 1 while data\.document_mask = true"):
+        demo("train.micro_batch=2", "train.global_batch=2")
+
+
+MISSING = {
+    "[sequence]\nlength": ("sequence.length is missing: Tokens of one packed sequence", "[sequence]\n#"),
+    "steps =": ("train.steps is missing: Optimizer steps of the run", "#"),
+    "[launch]\nprocesses_per_node = 4": ("the section [launch] is missing", ""),
+}
+
+
+@pytest.mark.parametrize("text", MISSING)
+def test_what_is_missing_is_named(tmp_path, text):
+    message, replacement = MISSING[text]
+    path = tmp_path / "x.toml"
+    path.write_text(DEMO.read_text().replace("warmup_steps = 5 ", "# ").replace(text, replacement))
+    with pytest.raises(ConfigError) as refusal:
+        load(path)
+    assert message in str(refusal.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.toml' cannot be read"):
+        load(tmp_path / "absent.toml")
+    (tmp_path / "bad.toml").write_text("[train\n")
+    with pytest.raises(ConfigError, match=r"bad\.toml' is not TOML: .*line 1"):
+        load(tmp_path / "bad.toml")
+
+
+def test_folders_are_looked_for_only_when_asked(tmp_path):
+    check_paths(demo())
+    with pytest.raises(ConfigError, match=r"data\.path = '.*absent' is not a folder"):
+        check_paths(demo(f"data.path={tmp_path / 'absent'}"))
+    with pytest.raises(ConfigError, match=r"holds no file that fits data\.pattern = '\*\*/\*\.py'"):
+        check_paths(demo(f"data.path={tmp_path}"))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.py").write_text("pass\n")
+    check_paths(demo(f"data.path={tmp_path}"))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer = '.*absent' is not a folder"):
+        check_paths(demo(f"data.tokenizer={tmp_path / 'absent'}"))
+
+
+def test_a_login_node_needs_no_torch():
+    heavy = "{'torch', 'transformers', 'deepspeed', 'wandb'} & sys.modules.keys()"
+    code = f"import sys, train.config; sys.exit(str({heavy}) if {heavy} else 0)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)

@@ -1,0 +1,236 @@
+"""train/metrics.py and its sinks: global numbers, one writer, and a wandb that may fail."""
+
+import json
+import logging
+import math
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from train import sinks
+from train.config import load
+from train.metrics import METRICS, MetricsWriter, StepRecord
+from train.sinks import progress_line
+
+DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.toml"
+RECORD = StepRecord(
+    step=1,
+    loss_sum=50.0,
+    valid_tokens=20,
+    tokens=24,
+    tokens_seen=24,
+    grad_norm=1.5,
+    learning_rate=1e-3,
+    step_time_s=0.5,
+    data_wait_s=0.1,
+    peak_memory_bytes=3 * 2**29,
+    num_gpus=4,
+    dense_flops=9 * 10**12,
+    attention_flops=3 * 10**12,
+    peak_tflops=12.0,
+)
+
+
+class FakeWandb:
+    """Stands in for the module wandb: remembers what was called, fails or sleeps where it is told to."""
+
+    def __init__(self, fails_in: str = "", key: bool = True) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.fails_in = fails_in
+        self.key = key
+        self.may_start = threading.Event()
+        self.may_start.set()
+
+    def _call(self, name: str, value: object = None) -> None:
+        self.calls.append((name, value))
+        if name == self.fails_in:
+            raise RuntimeError(f"no {name} today")
+
+    def login(self, *, prompt: bool, verify: bool) -> bool:
+        assert not prompt
+        return self.key
+
+    def init(self, **arguments: object) -> SimpleNamespace:
+        assert self.may_start.wait(20)
+        self._call("init", arguments)
+        return SimpleNamespace(
+            define_metric=lambda name, **axis: self._call("define_metric", (name, axis)),
+            log=lambda row: self._call("log", row),
+            finish=lambda exit_code: self._call("finish", exit_code),
+        )
+
+    def named(self, name: str) -> list:
+        return [value for called, value in self.calls if called == name]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    def install(fake: FakeWandb) -> FakeWandb:
+        monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
+        return fake
+
+    return install
+
+
+def writer(folder: Path, *overrides: str, rank: int = 0) -> MetricsWriter:
+    config = load(DEMO, [f"metrics.dir={folder}", *overrides])
+    return MetricsWriter(config, global_rank=rank, mfu_null_reason="no peak is known", facts={"world_size": 4})
+
+
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (folder / "demo" / name).read_text().splitlines()]
+
+
+EXPECTED = {
+    "loss": 2.5,
+    "grad_norm": 1.5,
+    "learning_rate": 1e-3,
+    "tokens_seen": 24,
+    "valid_tokens": 20,
+    "tokens_per_s": 48.0,
+    "tokens_per_s_per_gpu": 12.0,
+    "model_tflops_per_gpu": 6.0,
+    "mfu": 0.5,
+    "attention_share": 0.25,
+    "peak_memory_gib": 1.5,
+    "data_wait_s": 0.1,
+    "step_time_s": 0.5,
+}
+
+
+def test_every_metric():
+    assert {name: metric(RECORD) for name, metric in METRICS.items()} == pytest.approx(EXPECTED)
+
+
+def test_R92_the_loss_is_the_mean_over_the_valid_tokens_of_all_ranks():
+    shards = [(1, 4.0), (3, 2.0)]  # (valid tokens, mean loss) of two ranks
+    total = sum(count * mean for count, mean in shards)
+    record = replace(RECORD, loss_sum=total, valid_tokens=sum(count for count, _ in shards))
+    assert METRICS["loss"](record) == 2.5
+
+
+def test_what_is_not_known_is_null():
+    record = replace(RECORD, valid_tokens=0, peak_tflops=None, peak_memory_bytes=None, dense_flops=0, attention_flops=0)
+    unknown = {name for name, metric in METRICS.items() if metric(record) is None}
+    assert unknown == {"loss", "mfu", "peak_memory_gib", "attention_share"}
+    assert "MFU" not in progress_line({name: metric(record) for name, metric in METRICS.items()})
+
+
+def test_each_step_is_in_the_file_before_the_next(tmp_path):
+    with writer(tmp_path, "metrics.wandb=disabled") as metrics:
+        for step in (1, 2, 3):
+            metrics.write(replace(RECORD, step=step))
+            assert [line.get("step") for line in lines(tmp_path)] == [None, *range(1, step + 1)]
+    header, first, *_ = lines(tmp_path)
+    assert header["kind"] == "header" and header["mfu_null_reason"] == "no peak is known"
+    assert header["world_size"] == 4 and header["config"]["parallel"]["ring"] == 4
+    assert "4 backward" in header["flops_formula"]
+    assert first == {"kind": "step", "step": 1, **EXPECTED}
+
+
+def test_a_number_that_json_lacks_can_be_read_back(tmp_path):
+    with writer(tmp_path, "metrics.wandb=disabled") as metrics:
+        metrics.write(replace(RECORD, grad_norm=math.nan, loss_sum=math.inf))
+    _, row = lines(tmp_path)
+    assert math.isnan(float(row["grad_norm"])) and float(row["loss"]) == math.inf
+
+
+def test_an_earlier_run_of_the_name_is_kept(tmp_path):
+    for step in (7, 8):
+        with writer(tmp_path, "metrics.wandb=disabled") as metrics:
+            metrics.write(replace(RECORD, step=step))
+    assert lines(tmp_path)[1]["step"] == 8
+    assert lines(tmp_path, "metrics.previous.jsonl")[1]["step"] == 7
+
+
+def test_one_progress_line_a_step(tmp_path, capsys):
+    with writer(tmp_path, "metrics.wandb=disabled") as metrics:
+        metrics.write(RECORD)
+        metrics.write(replace(RECORD, step=2))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1/40  loss 2.5000") and "48 tokens/s" in first and "MFU 50.0%" in first
+    assert second.startswith("step 2/40")
+
+
+def test_R93_one_wandb_run_in_the_whole_job(tmp_path, wandb):
+    fake = wandb(FakeWandb())
+    for rank in (3, 2, 0, 1):  # rank 2 is local rank 0 of a second node
+        with writer(tmp_path / str(rank), rank=rank) as metrics:
+            metrics.write(RECORD)
+    assert len(fake.named("init")) == len(fake.named("log")) == len(fake.named("finish")) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_wandb_is_offline_with_a_step_axis_of_its_own(tmp_path, wandb):
+    fake = wandb(FakeWandb())
+    with writer(tmp_path) as metrics:
+        for step in (5, 3):  # a resumed run goes back
+            metrics.write(replace(RECORD, step=step, peak_tflops=None))
+    [init] = fake.named("init")
+    assert (init["mode"], init["name"], init["dir"]) == ("offline", "demo", str(tmp_path / "demo"))
+    assert init["config"]["config"]["sequence"]["length"] == 8192
+    assert fake.named("define_metric") == [("step", {}), ("*", {"step_metric": "step"})]
+    assert [row["step"] for row in fake.named("log")] == [5, 3]
+    assert "mfu" not in fake.named("log")[0]
+    assert fake.named("finish") == [0]
+
+
+@pytest.mark.parametrize("fails_in", ["init", "define_metric", "log", "finish"])
+def test_a_failing_wandb_is_told_once_and_never_ends_a_run(tmp_path, wandb, caplog, fails_in):
+    wandb(FakeWandb(fails_in=fails_in))
+    with writer(tmp_path) as metrics:
+        for step in (1, 2, 3):
+            metrics.write(replace(RECORD, step=step))
+    assert len(lines(tmp_path)) == 4
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        f"wandb failed, the run goes on without it: RuntimeError: no {fails_in} today"
+    ]
+
+
+def test_R98_a_slow_wandb_does_not_hold_up_the_run(tmp_path, wandb):
+    fake = wandb(FakeWandb())
+    fake.may_start.clear()
+    with writer(tmp_path) as metrics:
+        metrics.write(RECORD)
+        assert len(lines(tmp_path)) == 2 and not fake.calls
+        fake.may_start.set()
+    assert len(fake.named("log")) == 1
+
+
+def test_a_wandb_that_never_ends_is_left_behind(tmp_path, wandb, caplog, monkeypatch):
+    monkeypatch.setattr(sinks, "WANDB_CLOSE_TIMEOUT_S", 0.05)
+    fake = wandb(FakeWandb())
+    fake.may_start.clear()
+    with writer(tmp_path) as metrics:
+        metrics.write(RECORD)
+    assert "did not end within" in caplog.text
+    fake.may_start.set()
+
+
+def test_online_needs_a_key(tmp_path, wandb, caplog):
+    fake = wandb(FakeWandb(key=False))
+    with writer(tmp_path, "metrics.wandb=online"):
+        pass
+    assert fake.named("init")[0]["mode"] == "offline"
+    assert "there is no key" in caplog.text
+    fake = wandb(FakeWandb(key=True))
+    with writer(tmp_path, "metrics.wandb=online"):
+        pass
+    assert fake.named("init")[0]["mode"] == "online"
+
+
+def test_a_run_that_failed_says_so_to_wandb(tmp_path, wandb):
+    fake = wandb(FakeWandb())
+    with pytest.raises(RuntimeError, match="boom"), writer(tmp_path):
+        raise RuntimeError("boom")
+    assert fake.named("finish") == [1]
+
+
+def test_a_real_offline_run(tmp_path):
+    with writer(tmp_path) as metrics:
+        metrics.write(RECORD)
+    [run] = (tmp_path / "demo" / "wandb").glob("offline-run-*/*.wandb")
+    assert run.stat().st_size > 0
