@@ -104,28 +104,29 @@ def judge(verdicts: Mapping[int, Any], ranks: Sequence[int], *, code: int, repor
     if not failed and not missing:
         teardown = f"all {len(ranks)} ranks ended well; exit code {code} came from their teardown"
         return Ending(0, teardown if code else "")
-    code = code if code > 0 else 1
+    exit_code = code if code > 0 else 1
     gone = [(int(m["rank"]), m["host"], int(m["code"])) for m in FAILED_PROCESS.finditer(report)]
     gone = [process for process in gone if process[0] in missing]
     for rank, host, exitcode in gone:
         if exitcode < 0 and exitcode != -signal.SIGTERM:
-            return Ending(code, f"rank {rank} on {host} was killed by {signal.Signals(-exitcode).name}")
+            return Ending(exit_code, f"rank {rank} on {host} was killed by {signal.Signals(-exitcode).name}")
     if failed:
         first = min(failed, key=lambda verdict: verdict.time_s)
-        return Ending(code, f"rank {first.rank} on {first.host} failed: {first.error}")
+        return Ending(exit_code, f"rank {first.rank} on {first.host} failed: {first.error}")
     if gone:
         rank, host, exitcode = gone[-1]  # torchrun lists the first failure last
-        return Ending(code, f"rank {rank} on {host} ended with exit code {exitcode} before it could say why")
-    return Ending(code, f"ranks {', '.join(map(str, missing))} ended before they could say how; exit code {code}")
+        return Ending(exit_code, f"rank {rank} on {host} ended with exit code {exitcode} before it could say why")
+    return Ending(exit_code, f"ranks {', '.join(map(str, missing))} ended before they could say how; exit code {code}")
 
 
 def _copy(source: Any, kept: bytearray) -> None:
     """Pass on what the command writes to stderr as it comes, and keep the end of it."""
-    while chunk := source.read1(REPORT_BYTES):
-        sys.stderr.buffer.write(chunk)
-        sys.stderr.flush()
-        kept += chunk
-        del kept[:-REPORT_BYTES]
+    with source:
+        while chunk := source.read1(REPORT_BYTES):
+            sys.stderr.buffer.write(chunk)
+            sys.stderr.flush()
+            kept += chunk
+            del kept[:-REPORT_BYTES]
 
 
 @contextmanager

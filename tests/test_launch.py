@@ -1,0 +1,278 @@
+"""launch/: what would run, what is refused before anything runs, and how the end of a run is judged."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import launch
+from launch.__main__ import launch as launch_command
+from launch.__main__ import main
+from launch.job import VERDICT_VARIABLE, Job, judge, run, sibling, sibling_name
+from train import verdict
+from train.config import load
+from train.verdict import Verdict
+
+REPO = Path(__file__).resolve().parent.parent
+DEMO = REPO / "configs" / "demo.toml"
+LLAMA = REPO / "configs" / "llama3_8b_128k.toml"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TWO_NODES = ["--nodes", "2", "--set", "launch.master_address=a b", "--set", "launch.master_port=29500"]
+TWO_NODES += ["--set", "parallel.ring=16"]
+
+
+@pytest.mark.parametrize(
+    ("path", "processes"), [(DEMO, 4), (LLAMA, 8)], ids=lambda value: getattr(value, "stem", value)
+)
+def test_a_dry_run_prints_the_command_of_one_node(path, processes, capsys):
+    assert launch_command([str(path), "--dry-run", "--set", "train.steps=400"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    variable, *command = shlex.split(line)
+    assert variable == f"{VERDICT_VARIABLE}=runs/{path.stem}/verdict/node0"
+    worker = ["-m", "train", str(path), "--set", "train.steps=400"]
+    assert command == [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), *worker]
+
+
+def test_a_dry_run_prints_one_line_a_node(capsys):
+    assert launch_command([str(LLAMA), *TWO_NODES, "--dry-run"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 2
+    for node, (variable, *command) in enumerate(lines):
+        assert variable.endswith(f"/verdict/node{node}")
+        meeting = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "a b", "--master-port", "29500"]
+        assert command[: len(TORCHRUN) + 10] == [*TORCHRUN, *meeting, "--nproc-per-node", "8"]
+        assert command[-2:] == ["--set", "launch.nodes=2"]  # the workers must see the same configuration
+    assert launch_command([str(LLAMA), *TWO_NODES, "--dry-run", "--node-rank", "1"]) == 0
+    assert [shlex.split(line) for line in capsys.readouterr().out.splitlines()] == [lines[1]]
+
+
+def test_one_node_uses_the_port_it_is_given():
+    [command] = launch.LAUNCHERS["torchrun"](job("launch.master_port=29511"))
+    assert "--standalone" not in command
+    assert command[command.index("--master-addr") :][:4] == ["--master-addr", "localhost", "--master-port", "29511"]
+
+
+def test_the_installed_command_is_the_same(capsys):
+    assert main(["launch", str(DEMO), "--dry-run"]) == 0
+    installed = capsys.readouterr().out
+    assert launch_command([str(DEMO), "--dry-run"]) == 0
+    assert installed == capsys.readouterr().out
+
+
+def test_the_command_of_one_process_becomes_the_trainer(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, command: started.append((path, command)) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        main(["train", str(DEMO), "--set", "train.steps=4"])
+    assert started == [(sys.executable, [sys.executable, "-m", "train", str(DEMO), "--set", "train.steps=4"])]
+
+
+@pytest.mark.parametrize(("package", "trainer"), [("launch", "train"), ("ringflash.launch", "ringflash.train")])
+def test_the_trainer_is_the_sibling_of_either_name(monkeypatch, package, trainer):
+    monkeypatch.setattr("launch.job.__package__", package)
+    assert sibling_name("train") == trainer
+
+
+def test_a_login_node_needs_no_torch():
+    dry_run = f"launch.__main__.launch([{str(DEMO)!r}, '--dry-run'])"
+    heavy = "{'torch', 'transformers', 'deepspeed', 'wandb'} & sys.modules.keys()"
+    code = f"import sys, launch.__main__; {dry_run}; sys.exit(str({heavy}) if {heavy} else 0)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, stdout=subprocess.DEVNULL)
+
+
+REFUSED = {
+    "R110 a key spelled wrong": (["--set", "parallel.ulises=4"], "did you mean parallel.ulysses?"),
+    "R110 a key in the wrong section": (["--set", "train.length=4"], "did you mean sequence.length?"),
+    "R109 a number written as a string": (["--set", "parallel.ring='4'"], "parallel.ring = '4' (a string)"),
+    "a ring larger than the world": (["--set", "parallel.ring=8"], "8 ranks is more than the 4 processes"),
+    "a missing data folder": (["--set", "data.path=/absent"], "data.path = '/absent' is not a folder"),
+    "an unknown scheduler": (["--scheduler", "cron"], "launch.scheduler = 'cron'"),
+    "no node": (["--nodes", "0"], "launch.nodes = 0"),
+    "several nodes and no rank": ([*TWO_NODES, "--set", "parallel.ring=8"], "--node-rank which of 0 to 1"),
+    "a node rank that is not there": (["--node-rank", "1"], "--node-rank 1: 0 to 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_is_exit_code_2_and_one_sentence(case, capsys, monkeypatch):
+    monkeypatch.setattr("launch.__main__.run", lambda *_, **__: pytest.fail("something was started"))
+    arguments, message = REFUSED[case]
+    assert launch_command([str(DEMO), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err and err.count("\n") == 1 and err.startswith("ringflash: ")
+
+
+def test_a_dry_run_does_not_need_the_data_but_a_run_does(capsys):
+    assert launch_command([str(LLAMA), "--dry-run", "--set", "data.path=/absent"]) == 0
+    assert launch_command([str(LLAMA), "--set", "data.path=/absent"]) == 2
+
+
+@pytest.mark.parametrize("command", [["plan"], ["launch"], ["launch", str(DEMO), "--verbose"], []], ids=str)
+def test_a_command_that_does_not_exist(command, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        main(command)
+    assert refusal.value.code == 2
+
+
+def said(rank: int, error: str = "", at: float = 0.0) -> Verdict:
+    return Verdict(rank, not error, error, f"host{rank}", at)
+
+
+def reported(rank: int, code: int) -> str:
+    return f"""[0]:
+  time      : 2026-01-01_00:00:00
+  host      : node7
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {code} (pid: 99)
+  error_file: <N/A>
+  traceback : ...
+"""
+
+
+ENDINGS = {
+    "all well": ([said(0), said(1)], 0, "", 0, ""),
+    "abort at teardown": ([said(0), said(1)], 1, reported(1, -6), 0, "all 2 ranks ended well; exit code 1 came from"),
+    "no verdict but exit code 0": ([said(0)], 0, "", 1, "ranks 1 ended before"),
+    "R99 the first to fail is the cause": (
+        [said(0, "RuntimeError: connection closed", at=9.0), said(1, "ValueError: boom", at=8.0)],
+        1,
+        reported(0, 1) + reported(1, 1),
+        1,
+        "rank 1 on host1 failed: ValueError: boom",
+    ),
+    "R99 a killed rank is the cause, not who missed it": (
+        [said(0, "RuntimeError: connection closed", at=9.0)],
+        1,
+        reported(0, 1) + reported(1, -9),
+        1,
+        "rank 1 on node7 was killed by SIGKILL",
+    ),
+    "a rank that torchrun ended is not the cause": (
+        [said(1, "ValueError: boom")],
+        1,
+        reported(0, -15) + reported(1, 1),
+        1,
+        "rank 1 on host1 failed: ValueError: boom",
+    ),
+    "an exit without a word": ([said(0)], 1, reported(1, 3), 1, "rank 1 on node7 ended with exit code 3"),
+    "torchrun itself was killed": ([], -9, "", 1, "ranks 0, 1 ended before they could say how; exit code -9"),
+    "a failure outlives exit code 0": ([said(0), said(1, "ValueError: boom")], 0, "", 1, "rank 1 on host1 failed"),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_the_verdicts_decide(case):
+    verdicts, code, report, expected, message = ENDINGS[case]
+    ending = judge({v.rank: v for v in verdicts}, range(2), code=code, report=report)
+    assert ending.code == expected
+    assert ending.message.startswith(message) and bool(ending.message) == bool(message)
+
+
+def test_a_node_judges_its_own_ranks():
+    config = load(LLAMA, [*TWO_NODES[3::2], "launch.nodes=2"])
+    two = Job(config, "train", ())
+    assert (two.ranks(0), two.ranks(1)) == (range(8), range(8, 16))
+
+
+def test_a_verdict_is_read_back(tmp_path):
+    verdict.write(tmp_path / "v", 3, ok=False, error="ValueError: boom")
+    verdict.write(tmp_path / "v", 0, ok=True)
+    verdicts = verdict.read_all(tmp_path / "v")
+    assert sorted(verdicts) == [0, 3] and verdicts[0].ok and not verdicts[3].ok
+    assert verdicts[3].error == "ValueError: boom" and verdicts[3].host and verdicts[3].time_s > 0
+    assert verdict.read_all(tmp_path / "absent") == {}
+    assert sibling("train.verdict") is verdict
+
+
+WORKER = """
+import os, signal, sys, time
+from train import verdict
+rank, case = int(os.environ["RANK"]), sys.argv[1]
+folder = os.environ["RINGFLASH_VERDICT_DIR"]
+if case != "well" and rank == 2:
+    if case == "raise":
+        verdict.write(folder, rank, ok=False, error="ValueError: boom")
+        sys.exit(1)
+    if case == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+if case in ("raise", "kill", "wait"):
+    time.sleep(60)
+verdict.write(folder, rank, ok=True)
+if case == "abort" and rank == 2:
+    time.sleep(1)
+    os.abort()
+"""
+
+
+def job(*overrides: str, worker: str = "train", arguments: tuple[str, ...] = ()) -> Job:
+    return Job(load(DEMO, overrides), worker, arguments)
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """A job whose workers need no torch, and end as they are told."""
+    (tmp_path / "stub_worker.py").write_text(textwrap.dedent(WORKER))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPO}")
+    return lambda case: job(f"metrics.dir={tmp_path}", worker="stub_worker", arguments=(case,))
+
+
+RUNS = {
+    "well": (0, ""),
+    "abort": (0, "all 4 ranks ended well; exit code 1"),
+    "raise": (1, "rank 2 on {host} failed: ValueError: boom"),
+    "kill": (1, "rank 2 on {host} was killed by SIGKILL"),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_R99_a_run_under_torchrun(stub, case, capfd):
+    code, message = RUNS[case]
+    stale = Path(stub(case).environment(0)[VERDICT_VARIABLE])
+    for rank in range(4):  # an earlier run of the name said that all was well
+        verdict.write(stale, rank, ok=True)
+    started = time.monotonic()
+    ending = run(stub(case), launch.LAUNCHERS["torchrun"](stub(case))[0], node=0)
+    assert time.monotonic() - started < 30
+    assert ending.code == code
+    host = ending.message.split(" on ")[-1].split(" ")[0]
+    assert ending.message.startswith(message.format(host=host)) and bool(message) == bool(ending.message)
+    if case != "well":
+        assert "FAILED" in capfd.readouterr().err  # what torchrun says is passed on
+
+
+def test_R101_two_runs_on_one_host_do_not_meet(stub):
+    for turn in range(3):
+        jobs = [replace(stub("well"), config=load(DEMO, [f"train.name=r{turn}{i}", *metrics(stub)])) for i in range(2)]
+        processes = [
+            subprocess.Popen(launch.LAUNCHERS["torchrun"](one)[0], env=os.environ | one.environment(0)) for one in jobs
+        ]
+        assert [process.wait(60) for process in processes] == [0, 0]
+        assert [len(verdict.read_all(one.environment(0)[VERDICT_VARIABLE])) for one in jobs] == [4, 4]
+
+
+def metrics(stub) -> list[str]:
+    return [f"metrics.dir={stub('well').config.metrics.dir}"]
+
+
+def test_a_signal_ends_the_whole_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    waiting = f"import pathlib, time; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)"
+
+    def end_the_launcher():
+        while not (tmp_path / "up").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_the_launcher).start()
+    ending = run(job(f"metrics.dir={tmp_path}"), [sys.executable, "-c", waiting], node=0)
+    assert ending == (128 + signal.SIGTERM, "stopped by SIGTERM")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
