@@ -162,9 +162,13 @@ REFUSED = {
     # the model
     "model.architecture=gpt2": ("'gpt2'", "'llama'"),
     "model.config.vocab_size=257": ("vocab_size = 257", "'bytes'", "258"),
-    "model.config.num_key_value_heads=3": ("num_attention_heads = 4", "num_key_value_heads = 3"),
+    "model.config.num_key_value_heads=4": ("num_attention_heads = 6", "num_key_value_heads = 4"),
     "model.config.hidden_size='192'": ("model.config.hidden_size = '192'", "an integer"),
     "model.config=3": ("model.config = 3", "a dictionary"),
+    "model.config.num_attention_heads=4": ("hidden_size / num_attention_heads = 48", "16, 32, 64, 96"),
+    "model.config.head_dim=80": ("model.config.head_dim = 80", "16, 32, 64, 96"),
+    "model.config.head_dim='x'": ("model.config.head_dim = 'x'", "16, 32, 64, 96"),
+    "model.architecture=qwen3": ("model.config.head_dim is missing", "qwen3"),
     # the optimizer
     "optimizer.momentum=0.9": ("optimizer.momentum", "'adamw'"),
     "optimizer.name=sgd": ("optimizer.betas", "'sgd'"),
@@ -222,7 +226,7 @@ def test_heads_that_ulysses_does_not_divide(heads, kv_heads, ulysses):
 def ulysses_config(heads: int, kv_heads: int, ulysses: int):
     model = (f"model.config.num_attention_heads={heads}", f"model.config.num_key_value_heads={kv_heads}")
     mesh = ("parallel.ring=1", f"parallel.ulysses={ulysses}", f"launch.processes_per_node={ulysses}")
-    return demo(*model, *mesh, "sequence.length=9216")
+    return demo(*model, *mesh, "model.config.head_dim=32", "sequence.length=9216")
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "num_attention_heads", "num_key_value_heads"])

@@ -27,6 +27,9 @@ MODEL_SHAPE = (
 )
 """Keys that [model.config] must spell out, so that no run takes its shape from a default of transformers."""
 
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
+"""Head dimensions that ringflash.attention computes."""
+
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -265,6 +268,7 @@ def _check_model(config: Config) -> None:
             f"model.config.vocab_size = {table['vocab_size']} does not hold the tokenizer 'bytes': "
             f"at least {BYTE_VOCABULARY} is needed"
         )
+    _check_head_dim(config)
     heads, kv_heads, ulysses = table["num_attention_heads"], table["num_key_value_heads"], config.parallel.ulysses
     if heads % kv_heads:
         raise ConfigError(
@@ -275,6 +279,16 @@ def _check_model(config: Config) -> None:
             f"parallel.ulysses = {ulysses} must divide num_attention_heads = {heads}, "
             f"and divide num_key_value_heads = {kv_heads} or be a multiple of it"
         )
+
+
+def _check_head_dim(config: Config) -> None:
+    table, architecture = config.model.config, config.model.architecture
+    if "head_dim" not in table and architecture in ("qwen3", "gemma3_text"):
+        raise ConfigError(f"model.config.head_dim is missing: {architecture} does not derive it from hidden_size")
+    head_dim = table.get("head_dim", table["hidden_size"] / table["num_attention_heads"])
+    if head_dim not in HEAD_DIMS:
+        name = "model.config.head_dim" if "head_dim" in table else "model.config.hidden_size / num_attention_heads"
+        raise ConfigError(f"{name} = {head_dim!r}: accepted is {', '.join(map(str, HEAD_DIMS))}")
 
 
 def _check_sequence(config: Config) -> None:
