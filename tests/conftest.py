@@ -1,7 +1,11 @@
-"""Fixtures and the one table of tolerances."""
+"""Fixtures, the one table of tolerances, and `--results FILE`: what a run on a GPU leaves behind for the docs."""
 
 from __future__ import annotations
 
+import datetime
+import json
+import pathlib
+import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -35,3 +39,45 @@ def pool() -> Iterator[Callable[[int], World]]:
     yield world
     for one in worlds.values():
         one.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", help="write outcomes and recorded errors to this JSON file")
+    parser.addoption("--commit", help="the commit that is tested, where the checkout has no git history")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[RESULTS] = []
+
+
+RESULTS = pytest.StashKey[list]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if report.when == "call" or report.outcome != "passed":
+        entry = {"test": item.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
+        item.config.stash[RESULTS].append(entry | dict(report.user_properties))
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--results")
+    if not path:
+        return
+    commit = session.config.getoption("--commit") or subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()  # fmt: skip
+    tests = [entry for entry in session.config.stash[RESULTS] if "[" in entry["test"] or entry["outcome"] != "skipped"]
+    result = {
+        "command": "pytest " + " ".join(session.config.invocation_params.args),
+        "commit": commit,
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "passed": sum(entry["outcome"] == "passed" for entry in tests),
+        "failed": sum(entry["outcome"] == "failed" for entry in tests),
+        "tests": tests,
+    }
+    pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n")

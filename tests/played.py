@@ -1,0 +1,41 @@
+"""A whole ring inside this process: global tensors in, global results out, through the ring's own loop."""
+
+from __future__ import annotations
+
+import torch
+
+from ringflash import arguments, exchange, mask, ring
+from ringflash.kernels import KERNELS
+from ringflash.layouts import LAYOUTS
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, *,
+    layout: str = "contiguous", size: int = 1, kernel: str = "eager", dlse: torch.Tensor | None = None,
+    scale: float | None = None, **masks,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """out, lse, dq, dk, dv of attention over a ring of `size` ranks played in threads, in the order of the sequence.
+
+    q, k, v, dout: [B, S, H or G, D], whole; dlse: [B, H, S] or None; masks: causal, window, cu_seqlens, intervals
+    """
+    seq_len, scale = q.shape[1], arguments.scale_of(q, scale)
+    given = {"causal": None, "window": None, "cu_seqlens": None, "intervals": None} | masks
+    lo, hi = arguments.mask_of(q, k, None, **given).intervals(seq_len, seq_len)
+    segments = LAYOUTS[layout].segments(seq_len, size, 1, (hi.astype("int64") - lo).clip(0))
+
+    def rank(transport: exchange.Transport) -> tuple[torch.Tensor, ...]:
+        plan = mask.plan(segments, transport.rank, lo, hi)
+        where = torch.from_numpy(mask.positions(segments[transport.rank])).to(q.device)
+        q_local, k_local, v_local, dout_local = (x.detach()[:, where] for x in (q, k, v, dout))
+        dlse_local = None if dlse is None else dlse[:, :, where]
+        way, engine = transport if size > 1 else None, KERNELS[kernel]
+        out, lse = ring.forward(q_local, k_local, v_local, plan, way, engine, scale=scale)
+        delta = engine.delta(out, dout_local, dlse_local)
+        grads = ring.backward(dout_local, q_local, k_local, v_local, lse, delta, plan, way, engine, scale=scale)
+        return out, lse.transpose(1, 2), *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+
+    results = exchange.play(size, rank)
+    order = torch.argsort(torch.cat([torch.from_numpy(mask.positions(part)) for part in segments])).to(q.device)
+    whole = [torch.cat(parts, 1)[:, order] for parts in zip(*results, strict=True)]
+    whole[1] = whole[1].transpose(1, 2)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), whole, strict=True))
