@@ -1,0 +1,82 @@
+"""Cross-entropy of an output head, chunk by chunk: the logits of the whole local sequence never exist.
+
+The head is a module with its weight inside, so that ZeRO-3 gathers the weight around its forward and its backward.
+Called by `model`.
+
+Letters: N tokens, E model width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .data import IGNORED
+
+
+class LossHead(nn.Linear):
+    """An output head, E -> V, that returns the loss instead of the logits when it is given labels.
+
+    chunk: tokens whose logits exist at one time
+    """
+
+    def __init__(self, weight: nn.Parameter, chunk: int) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = weight
+        self.chunk = chunk
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """hidden: [..., E] -> logits [..., V]; with labels: [...] int64 -> the sum of their losses, see `loss_sum`."""
+        if labels is None:
+            return super().forward(hidden)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        weights = None if weights is None else weights.reshape(-1)
+        return loss_sum(flat, self.weight, labels.reshape(-1), weights, chunk=self.chunk)
+
+
+def loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None = None, *, chunk: int) -> Tensor:
+    """The sum over tokens of weight_i * cross-entropy(logits_i, label_i), in nats.
+
+    hidden: [N, E], weight: [V, E], one float type; labels: int64 [N], IGNORED = no loss
+    weights: float [N], a factor a token, 1 unless given; not differentiable
+    chunk: tokens whose logits exist at one time
+    returns fp32 scalar; without a valid label it is 0 and its gradients are 0, but it has them
+
+    Numerics: logits in the inputs' type, softmax and sums in fp32, gradients of the head summed over chunks in fp32
+        and rounded once. The backward computes the logits of each chunk again.
+    """
+    return _LossSum.apply(hidden, weight, labels, weights, chunk)
+
+
+class _LossSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, chunk: int
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, labels, weights)
+        ctx.chunk = chunk
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for rows in _chunks(len(labels), chunk):
+            logits = (hidden[rows] @ weight.t()).float()
+            losses = nn.functional.cross_entropy(logits, labels[rows], ignore_index=IGNORED, reduction="none")
+            total += losses.sum() if weights is None else (losses * weights[rows]).sum()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, labels, weights = ctx.saved_tensors
+        dhidden = torch.empty_like(hidden)
+        dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for rows in _chunks(len(labels), ctx.chunk):
+            valid = labels[rows] != IGNORED
+            factor = gradients[0] * valid if weights is None else gradients[0] * valid * weights[rows]
+            dlogits = torch.softmax((hidden[rows] @ weight.t()).float(), dim=-1)
+            dlogits[torch.arange(len(valid), device=valid.device), labels[rows].clamp(min=0)] -= 1
+            dlogits = (dlogits * factor[:, None]).to(hidden.dtype)
+            dhidden[rows] = dlogits @ weight
+            dweight += dlogits.t() @ hidden[rows]
+        return dhidden, dweight.to(weight.dtype), None, None, None
+
+
+def _chunks(tokens: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]

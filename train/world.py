@@ -1,0 +1,159 @@
+"""The processes of a run: device, process groups, seeds. The only init and destroy, the only reads of the environment.
+
+Ranks of one ring are consecutive: rank = data_rank * n + position, n = parallel.ring * parallel.ulysses. Called by
+`__main__` and by the tests.
+"""
+
+import os
+import random
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import ringflash
+
+from .config import Config
+
+VERDICT_VARIABLE = "RINGFLASH_VERDICT_DIR"
+"""Folder for the verdict of this rank; set by `launch`, absent under a bare torchrun."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where torchrun put this process. Without torchrun it is the only one."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    verdict_dir: str | None
+
+    @classmethod
+    def from_environment(cls) -> "Place":
+        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        return cls(*(int(os.environ.get(name, default)) for name, default in names.items()), _verdict_dir())
+
+
+def _verdict_dir() -> str | None:
+    return os.environ.get(VERDICT_VARIABLE)
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """What a process knows of the others.
+
+    rank, size: of all processes; device: where this one computes
+    ring: the ranks that share this rank's sequences
+    data_rank, data_size: which of how many sequences of a global batch this ring takes
+    control: all ranks over gloo, for a few numbers a step on the host, so that a GPU is never waited for
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    ring: ringflash.Ring
+    data_rank: int
+    data_size: int
+    control: dist.ProcessGroup
+
+    def gather(self, numbers: list[float]) -> np.ndarray:
+        """The same few numbers of every rank, float64 [size, len(numbers)], on every rank. All ranks must call it."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self.control)
+        return torch.stack(rows).numpy()
+
+
+@contextmanager
+def start(config: Config, place: Place) -> Iterator[World]:
+    """Join the other processes; leave them at the end.
+
+    Raises: ConfigError for a world that the mesh does not fill; ValueError for more processes than GPUs, for a missing
+        compiler, ninja or Python header. All of it before any process waits for another.
+    """
+    config.batch(place.size)
+    device = device_of(place)
+    check_toolchain(device)
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for it when it is imported
+    else:
+        torch.cuda.set_device(device)
+    _seed(config, device)
+    _init(config, place, device)
+    yield connect(config, device)
+    dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+
+
+def connect(config: Config, device: torch.device) -> World:
+    """The groups of a mesh inside processes that have met. All ranks must call it."""
+    rank, size, shared = dist.get_rank(), dist.get_world_size(), config.sequence_parallel
+    data_size = config.data_parallel(size)
+    timeout = timedelta(seconds=config.train.timeout_s)
+    rings = [dist.new_group(range(first, first + shared), timeout=timeout) for first in range(0, size, shared)]
+    ring = ringflash.Ring(
+        rings[rank // shared],
+        layout=config.sequence.layout,
+        ulysses=config.parallel.ulysses,
+        timeout_s=config.train.timeout_s,
+    )
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return World(rank, size, device, ring, rank // shared, data_size, control)
+
+
+def device_of(place: Place) -> torch.device:
+    """The GPU with this process's local rank, or the CPU of a machine without GPUs. ValueError if GPUs are too few."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if max(place.local_rank, place.local_size - 1) >= gpus:
+        raise ValueError(
+            f"LOCAL_RANK={place.local_rank} of {place.local_size} processes, but this machine shows {gpus} GPUs: "
+            f"at most {gpus} processes a node"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def check_toolchain(device: torch.device) -> None:
+    """Refuse a machine that cannot build what is compiled at the start: DeepSpeed's CPU op, Triton's launchers."""
+    scripts = str(Path(sys.executable).parent)
+    paths = os.environ.get("PATH", "").split(os.pathsep)
+    if scripts not in paths:
+        os.environ["PATH"] = os.pathsep.join([scripts, *paths])  # ninja lies beside an interpreter that was not activated
+    compilers = (os.environ.get("CXX"), "g++", "c++") if device.type == "cpu" else (os.environ.get("CC"), "gcc", "cc")
+    user = "DeepSpeed" if device.type == "cpu" else "Triton"
+    if not any(name and shutil.which(name) for name in compilers):
+        raise ValueError(f"no compiler is found ({', '.join(filter(None, compilers))}), {user} needs one: install g++")
+    if device.type == "cpu" and not shutil.which("ninja"):
+        raise ValueError("ninja is not found, DeepSpeed needs it to build its CPU op: pip install ninja")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        raise ValueError(f"{header} is missing, {user} needs it: install python{sys.version_info[0]}-dev")
+
+
+def _seed(config: Config, device: torch.device) -> None:
+    random.seed(config.train.seed)
+    np.random.seed(config.train.seed)
+    torch.manual_seed(config.train.seed)
+    if config.train.deterministic:
+        if device.type == "cuda":
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is refused
+        torch.use_deterministic_algorithms(True)
+
+
+def _init(config: Config, place: Place, device: torch.device) -> None:
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    timeout = timedelta(seconds=config.train.timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
