@@ -47,37 +47,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[RESULTS] = []
+    if config.getoption("--results") and not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist
+        config.pluginmanager.register(Results(config))
 
 
-RESULTS = pytest.StashKey[list]()
+class Results:
+    """Writes what each test did and recorded, with commit, hardware and date."""
 
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.tests: list[dict] = []
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
-    report = yield
-    if report.when == "call" or report.outcome != "passed":
-        entry = {"test": item.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
-        item.config.stash[RESULTS].append(entry | dict(report.user_properties))
-    return report
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            entry = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
+            self.tests.append(entry | dict(report.user_properties))
 
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = session.config.getoption("--results")
-    if not path:
-        return
-    commit = session.config.getoption("--commit") or subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()  # fmt: skip
-    tests = [entry for entry in session.config.stash[RESULTS] if "[" in entry["test"] or entry["outcome"] != "skipped"]
-    result = {
-        "command": "pytest " + " ".join(session.config.invocation_params.args),
-        "commit": commit,
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-        "passed": sum(entry["outcome"] == "passed" for entry in tests),
-        "failed": sum(entry["outcome"] == "failed" for entry in tests),
-        "tests": tests,
-    }
-    pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    def pytest_sessionfinish(self) -> None:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        result = {
+            "command": "pytest " + " ".join(self.config.invocation_params.args),
+            "commit": self.config.getoption("--commit") or git.stdout.strip(),
+            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "date": datetime.date.today().isoformat(),
+            "torch": torch.__version__,
+        }
+        result |= {kind: sum(t["outcome"] == kind for t in self.tests) for kind in ("passed", "failed", "skipped")}
+        path = pathlib.Path(self.config.getoption("--results"))
+        path.write_text(json.dumps(result | {"tests": sorted(self.tests, key=lambda t: t["test"])}, indent=1) + "\n")
