@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..mask import View
-from . import eager
+from . import eager, triton
 
 
 class State(NamedTuple):
@@ -60,4 +60,5 @@ class Kernel(Protocol):
 
 KERNELS: dict[str, Kernel] = {
     "eager": eager,
+    "triton": triton,
 }
