@@ -55,6 +55,7 @@ def intervals(
         lo = np.maximum(lo, bounds[0])
         hi = np.minimum(hi, bounds[1])
     if cu_seqlens is not None:
+        lo = np.minimum(lo, used)  # rows that bounds sent into the padding are empty as well: lo must not fall after them
         lo[used:] = hi[used:] = used
     return np.clip(lo, 0, num_keys).astype(np.int32), np.clip(hi, 0, num_keys).astype(np.int32)
 
@@ -151,17 +152,20 @@ class View:
         start, end = k_tiles[:, 1], k_tiles[:, 1] + k_tiles[:, 2]
         # visible: start < hi_last and end > lo_first; whole: start >= lo_last and end <= hi_first. All four columns
         # ascend, so each side of each condition is a search, and its transpose another.
+        sees_some = lo_first < hi_last
         q_ranges = _ranges(
             np.searchsorted(end, lo_first, "right"),
             np.searchsorted(start, lo_last, "left"),
             np.searchsorted(end, hi_first, "right"),
-            np.searchsorted(start, hi_last, "left"),
+            np.where(sees_some, np.searchsorted(start, hi_last, "left"), 0),
         )
+        # the padding's empty interval may lie inside a key tile, whose range must not stretch over all the padding
+        filled = np.flatnonzero(sees_some)
         k_ranges = _ranges(
-            np.searchsorted(hi_last, start, "right"),
+            np.append(filled, len(first))[np.searchsorted(hi_last[filled], start, "right")],
             np.searchsorted(hi_first, end, "left"),
             np.searchsorted(lo_last, start, "right"),
-            np.searchsorted(lo_first, end, "left"),
+            np.append(0, filled + 1)[np.searchsorted(lo_first[filled], end, "left")],
         )
         return Tiles(q_tiles, k_tiles, q_ranges, k_ranges, _longest_first(q_ranges), _longest_first(k_ranges))
 
