@@ -151,52 +151,91 @@ def watcher() -> Watcher:
     return Watcher(_end_process)
 
 
+class Stage:
+    """What the ranks of one `play` share: a mailbox for each pair, a baton, and the first failure.
+
+    Only the rank that holds the baton runs; it lets go inside wait(). So the ranks take turns, and a run is the same
+    every time, whatever the kernels beneath think of threads.
+    """
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self.boxes: dict[tuple[int, int], queue.SimpleQueue[tuple[torch.Tensor, threading.Event]]] = {
+            (i, j): queue.SimpleQueue() for i in range(size) for j in range(size)
+        }
+        self.baton = threading.Lock()
+        self.failures: list[BaseException] = []
+
+    def until(self, ready: Callable[[], bool], what: str) -> None:
+        """Let the others run until `ready`; RuntimeError after timeout_s, or at once when a rank has failed."""
+        deadline = time.monotonic() + self.timeout_s
+        while not ready():
+            if self.failures or time.monotonic() > deadline:
+                raise RuntimeError(f"ringflash: {what}: " + ("a peer failed" if self.failures else "timed out"))
+            self.baton.release()
+            time.sleep(0)  # the next thread takes the baton
+            self.baton.acquire()
+
+
 @dataclass(frozen=True)
 class Threads:
-    """Ranks are threads of one process; `play` makes them. One mailbox for each pair of ranks."""
+    """Ranks are threads of one process; `play` makes them."""
 
+    stage: Stage
     rank: int
-    size: int
-    boxes: dict[tuple[int, int], queue.SimpleQueue[tuple[torch.Tensor, threading.Event]]]
-    timeout_s: float = 60.0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.stage.size
 
     def post(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str) -> Pending:
         """See `Transport.post`."""
         taken = []
         for peer, tensor in sends.items():
             taken.append(threading.Event())
-            self.boxes[self.rank, peer].put((tensor, taken[-1]))
-        return _Handover(self, receives, taken, what)
+            self.stage.boxes[self.rank, peer].put((tensor, taken[-1]))
+        return _Handover(self.stage, self.rank, receives, taken, what)
 
 
 @dataclass(frozen=True)
 class _Handover:
-    transport: Threads
+    stage: Stage
+    rank: int
     receives: dict[int, torch.Tensor]
     taken: list[threading.Event]
     what: str
 
     def wait(self) -> None:
         """See `Pending.wait`."""
-        rank, timeout_s = self.transport.rank, self.transport.timeout_s
+        name = f"rank {self.rank}, {self.what}"
         for peer, into in self.receives.items():
-            try:
-                tensor, taken = self.transport.boxes[peer, rank].get(timeout=timeout_s)
-            except queue.Empty:
-                raise RuntimeError(f"ringflash: rank {rank}, {self.what}: nothing from rank {peer}") from None
+            box = self.stage.boxes[peer, self.rank]
+            self.stage.until(lambda box=box: not box.empty(), f"{name}: receiving from rank {peer}")
+            tensor, taken = box.get()
             into.copy_(tensor)
             taken.set()
-        if not all(event.wait(timeout_s) for event in self.taken):
-            raise RuntimeError(f"ringflash: rank {rank}, {self.what}: a peer did not take its message")
+        self.stage.until(lambda: all(event.is_set() for event in self.taken), f"{name}: sending")
 
 
-def play(size: int, body: Callable[[Transport], Any], timeout_s: float = 60.0) -> list[Any]:
+def play(size: int, body: Callable[[Transport], Any], timeout_s: float = 600.0) -> list[Any]:
     """Run body(transport) for every rank of a ring inside this process, one thread each; returns their results.
 
-    On CUDA all ranks share the current device and its current stream, so their kernels run one after another.
+    The ranks take turns. On CUDA they share the current device and stream, so their kernels run one after another. What
+    the first failing rank raises is raised here.
     """
-    pairs = [(i, j) for i in range(size) for j in range(size)]
-    boxes: dict[tuple[int, int], queue.SimpleQueue[Any]] = {pair: queue.SimpleQueue() for pair in pairs}
+    stage = Stage(size, timeout_s)
+
+    def run(rank: int) -> Any:
+        with stage.baton:
+            try:
+                return body(Threads(stage, rank))
+            except BaseException as error:
+                stage.failures.append(error)
+                return None
+
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(body, Threads(rank, size, boxes, timeout_s)) for rank in range(size)]
-        return [future.result() for future in futures]
+        results = list(pool.map(run, range(size)))
+    if stage.failures:
+        raise stage.failures[0]
+    return results
