@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..mask import View
-from . import eager, triton
+from . import eager, sdpa, triton
 
 
 class State(NamedTuple):
@@ -61,4 +61,5 @@ class Kernel(Protocol):
 KERNELS: dict[str, Kernel] = {
     "eager": eager,
     "triton": triton,
+    "sdpa": sdpa,
 }
