@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     """max|got - want| / max|want| over finite entries; infinities must be in the same places; NaN is an error."""
-    got, want = got.double(), want.double()
+    got, want = got.detach().double(), want.detach().double()
     assert got.shape == want.shape, (got.shape, want.shape)
     finite = torch.isfinite(want)
     assert not got.isnan().any(), "NaN"
