@@ -1,0 +1,56 @@
+"""What torchrun runs: `python -m train CONFIG [--set section.key=value ...]`, one process of a run."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from . import loop, verdict, world
+from .config import check_paths, load
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train. Returns the exit code: 0 done, 2 refused with one sentence before any step, 1 failed."""
+    parser = argparse.ArgumentParser(prog="train", description="One process of a run; torchrun starts it.")
+    parser.add_argument("config", metavar="CONFIG", help="TOML file of the run")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change section.key of the file"
+    )
+    arguments = parser.parse_args(argv)
+    place = world.Place.from_environment()
+    started = False
+    try:
+        config = load(arguments.config, arguments.set)
+        check_paths(config)
+        with world.start(config, place) as joined:
+            run = loop.prepare(config, joined)
+            started = True
+            loop.fit(run)
+    except Exception as error:
+        refused = isinstance(error, ValueError | TypeError) and not started
+        _tell(place, error, refused=refused)
+        return 2 if refused else 1
+    _leave_verdict(place, ok=True)
+    return 0
+
+
+def _tell(place: world.Place, error: Exception, *, refused: bool) -> None:
+    """Say why: a refusal, which all ranks of a node share, in one sentence of the first one; a failure in full."""
+    _leave_verdict(place, ok=False, error=f"{type(error).__name__}: {error}")
+    if not refused:
+        print(f"rank {place.rank}:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
+    elif place.local_rank == 0:
+        print(f"ringflash: {error}", file=sys.stderr)
+
+
+def _leave_verdict(place: world.Place, *, ok: bool, error: str = "") -> None:
+    if place.verdict_dir is not None:
+        verdict.write(place.verdict_dir, place.rank, ok=ok, error=error)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # DeepSpeed on CPU may abort when the interpreter ends

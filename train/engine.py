@@ -1,0 +1,138 @@
+"""DeepSpeed: its config made from ours, the scale of the loss, the gradient norm. No other file knows DeepSpeed.
+
+All ranks, data x ring x Ulysses, are one ZeRO world. DeepSpeed averages gradients over ranks and accumulation steps; the
+loss is scaled so that what remains is the gradient of the mean over all valid targets. Called by `loop` and `probe`.
+"""
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import Batch, Config, Optimizer
+from .world import World
+
+BUCKET_NUMEL = 200_000_000
+"""Most gradients that are reduced at once; DeepSpeed allocates buffers of this size."""
+
+
+class Engine:
+    """A model under DeepSpeed.
+
+    for micro in window:
+        engine.backward(engine(...), valid_targets=...)     # the loss SUM of this rank's tokens
+    grad_norm = engine.step(lr)
+    """
+
+    def __init__(self, model: nn.Module, config: Config, batch: Batch, world: World) -> None:
+        """Raises: ValueError for what DeepSpeed cannot do."""
+        if config.parallel.zero == 0 and config.model.dtype == "bfloat16":
+            raise ValueError(
+                "parallel.zero = 0 with model.dtype = 'bfloat16': DeepSpeed would accumulate gradients in bfloat16; "
+                "parallel.zero = 1, 2, 3 or model.dtype = 'float32' is accepted"
+            )
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        self._zero = config.parallel.zero
+        self._clip_norm = config.optimizer.clip_norm
+        self._accumulation = batch.accumulation
+        self._num_ranks = world.size
+        self._engine: Any = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer_of(model.parameters(), config.optimizer),
+            config=deepspeed_config(config, batch, numel=sum(p.numel() for p in model.parameters())),
+            dist_init_required=False,
+        )[0]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Copies of the whole parameters, on every rank. All ranks must call it."""
+        import deepspeed
+
+        whole = {}
+        for name, parameter in self.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self._zero == 3):
+                whole[name] = parameter.detach().clone()
+        return whole
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself; its parameters are partitioned at ZeRO 3."""
+        return self._engine.module
+
+    def backward(self, loss_sum: Tensor, *, valid_targets: int) -> None:
+        """One micro-batch. loss_sum: scalar, over this rank's tokens; valid_targets: of all ranks in the whole window."""
+        scale = self._num_ranks * self._accumulation / max(valid_targets, 1)
+        self._engine.backward(loss_sum * scale)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # only counts the micro-batch
+
+    def step(self, lr: float) -> float:
+        """Update the weights after the last micro-batch of a window; returns the global gradient norm before clipping."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        norm = None
+        if self._zero == 0:  # DeepSpeed keeps no norm there, and clips by none unless asked
+            limit = self._clip_norm or math.inf
+            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm() if norm is None else norm)
+
+    def close(self) -> None:
+        """Let go of the model; another engine may follow in the same process."""
+        self._engine.destroy()
+
+
+def optimizer_of(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> torch.optim.Optimizer:
+    """The torch optimizer that [optimizer] names; its learning rate is set at each step."""
+    if optimizer.name == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=optimizer.lr, momentum=optimizer.momentum, weight_decay=optimizer.weight_decay
+        )
+    first, second = optimizer.betas
+    return torch.optim.AdamW(
+        parameters, lr=optimizer.lr, betas=(first, second), eps=optimizer.eps, weight_decay=optimizer.weight_decay
+    )
+
+
+def deepspeed_config(config: Config, batch: Batch, *, numel: int) -> dict[str, Any]:
+    """DeepSpeed's config: gradients are reduced and accumulated in fp32; nothing is left to a default that clips.
+
+    numel: parameters of the model
+    """
+    bucket = min(BUCKET_NUMEL, max(numel, 1))
+    return {
+        "train_micro_batch_size_per_gpu": batch.micro_batch,
+        "gradient_accumulation_steps": batch.accumulation,
+        "gradient_clipping": config.optimizer.clip_norm if config.parallel.zero else 0.0,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": config.parallel.zero,
+            "overlap_comm": False,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
+        "steps_per_print": None,
+    }
+
+
+def learning_rate(step: int, optimizer: Optimizer, *, steps: int) -> float:
+    """The learning rate of a step, counted from 1 to `steps`: linear warmup to lr, then the schedule down to min_lr."""
+    warmup, top, low = optimizer.warmup_steps, optimizer.lr, optimizer.min_lr
+    if step <= warmup:
+        return top * step / warmup
+    if optimizer.schedule == "constant":
+        return top
+    progress = (step - warmup) / max(steps - warmup, 1)
+    if optimizer.schedule == "linear":
+        return top + (low - top) * progress
+    return low + (top - low) * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,153 @@
+"""A run from top to bottom: `fit` makes the parts and goes through the steps, `train_step` is one of them.
+
+Called by `__main__`.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import ringflash
+
+from . import data, flops, model, probe
+from .config import Batch, Config
+from .data import Sequence
+from .engine import Engine, learning_rate
+from .metrics import MetricsWriter, StepRecord
+from .world import World
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a step needs: made once by `prepare`.
+
+    windows: for each step this ring's micro-batches
+    shape: for counting FLOPs; peak_tflops: of one device, or None and the reason
+    """
+
+    config: Config
+    world: World
+    batch: Batch
+    engine: Engine
+    windows: Iterator[list[list[Sequence]]]
+    shape: flops.ModelShape
+    peak_tflops: float | None
+    peak_missing: str | None
+
+
+def prepare(config: Config, world: World) -> Run:
+    """Data, model and engine of a run, tested. Raises: ValueError for what cannot be trained, before any step."""
+    batch = config.batch(world.size)
+    tokenizer = data.tokenizer_of(config.data, config.model.config["vocab_size"])
+    files = data.files_of(config.data)
+    if not files:
+        raise ValueError(f"data.path = {config.data.path!r} holds no file that fits {config.data.pattern!r}")
+    length = config.sequence.length
+    stream = data.pieces(files, tokenizer, length=length, seed=config.train.seed, shuffle=config.data.shuffle)
+    sequences = data.pack(stream, length=length, pad=tokenizer.pad)
+    ringflash.hf.register(world.ring, name=model.ATTENTION)
+    world.ring.layout(length)
+    shape = flops.describe(model.config_of(config.model))
+    if config.train.self_test:
+        probe.check_attention(config, world)
+        probe.check_gradient(config, world)
+    engine = Engine(model.build(config, world.device), config, batch, world)
+    windows = data.windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
+    return Run(config, world, batch, engine, windows, shape, peak, missing)
+
+
+def fit(run: Run) -> None:
+    """Train for train.steps steps and write the metrics of each."""
+    facts = {"world_size": run.world.size, "device": str(run.world.device), "torch": torch.__version__}
+    tokens_seen = 0
+    with MetricsWriter(
+        run.config, global_rank=run.world.rank, mfu_null_reason=run.peak_missing, facts=facts
+    ) as metrics:
+        for step in range(1, run.config.train.steps + 1):
+            record = train_step(run, step, tokens_seen=tokens_seen)
+            tokens_seen = record.tokens_seen
+            metrics.write(record)
+
+
+def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:
+    """One optimizer step on the next window. All ranks must call it, and all get the same record.
+
+    step: counted from 1; tokens_seen: before it
+    """
+    world, engine = run.world, run.engine
+    start = time.perf_counter()
+    window = next(run.windows)
+    waited = time.perf_counter() - start
+    counts = count(run, window)
+    loss_sum = torch.zeros((), device=world.device)
+    for micro in window:
+        ids, labels, layout = place(run, micro)
+        local_sum = engine(layout.shard(ids), layout.shard(labels), layout)
+        engine.backward(local_sum, valid_targets=counts.valid_targets)
+        loss_sum += local_sum.detach()
+    rate = learning_rate(step, run.config.optimizer, steps=run.config.train.steps)
+    grad_norm = engine.step(rate)
+    ended = world.gather([loss_sum.item(), time.perf_counter() - start, waited, peak_memory(world.device)])
+    return StepRecord(
+        step=step,
+        loss_sum=float(ended[:, 0].sum()),
+        valid_tokens=counts.valid_targets,
+        tokens=counts.tokens,
+        tokens_seen=tokens_seen + counts.tokens,
+        grad_norm=grad_norm,
+        learning_rate=rate,
+        step_time_s=float(ended[:, 1].max()),
+        data_wait_s=float(ended[:, 2].max()),
+        peak_memory_bytes=int(ended[:, 3].max()) or None,
+        num_gpus=world.size,
+        dense_flops=counts.flops.dense,
+        attention_flops=counts.flops.attention,
+        peak_tflops=run.peak_tflops,
+    )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one window, over all rings: targets in the loss, tokens of the documents, model FLOPs."""
+
+    valid_targets: int
+    tokens: int
+    flops: flops.StepFlops
+
+
+def count(run: Run, window: list[list[Sequence]]) -> Counts:
+    """Add up the windows of all rings, each once. Raises: ValueError if ranks of one ring hold different windows."""
+    sequences = [sequence for micro in window for sequence in micro]
+    lengths = [length for sequence in sequences for length in attended(run.config, sequence)]
+    mine = flops.step_flops(run.shape, lengths)
+    valid = sum(sequence.valid_targets for sequence in sequences)
+    tokens = sum(sequence.cu_seqlens[-1] for sequence in sequences)
+    rows = run.world.gather([data.window_digest(window), valid, tokens, mine.dense, mine.attention])
+    data.check_digests(rows[:, 0], run.config.sequence_parallel)
+    valid, tokens, dense, attention = (int(total) for total in rows[:: run.config.sequence_parallel, 1:].sum(0))
+    return Counts(valid, tokens, flops.StepFlops(dense, attention))
+
+
+def attended(config: Config, sequence: Sequence) -> list[int]:
+    """Lengths of what attention sees as documents."""
+    return sequence.lengths if config.data.document_mask else [sequence.cu_seqlens[-1]]
+
+
+def place(run: Run, micro: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, ringflash.Layout]:
+    """A micro-batch on this rank's device, whole, and the layout that cuts it: ids, labels int64 [B, S]."""
+    ids, labels = (
+        torch.from_numpy(np.stack([getattr(sequence, name) for sequence in micro])).to(run.world.device)
+        for name in ("ids", "labels")
+    )
+    borders = micro[0].cu_seqlens if run.config.data.document_mask else None
+    return ids, labels, run.world.ring.layout(run.config.sequence.length, cu_seqlens=borders)
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most bytes that this rank's GPU held so far; 0 on a CPU."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
