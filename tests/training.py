@@ -1,0 +1,178 @@
+"""Bodies that the tests of the trainer send to a pool of processes, and what one process with plain torch makes of the
+same batches: each document alone, transformers' own attention, no DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from train import data, loop, model, world
+from train.config import Config
+from train.engine import learning_rate, optimizer_of
+
+LENGTH = 64
+GLOBAL_BATCH = 4
+STEPS = 5
+
+LLAMA = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}
+
+OPTIMIZERS = {
+    "sgd": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "warmup_steps": 2, "schedule": "linear"},
+    "adamw": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "min_lr": 1e-4},
+}
+
+
+def config_of(
+    folder: Path | str, *, mesh: tuple[int, int, int] = (1, 1, 1), zero: int = 0, optimizer: str = "sgd", **changes: Any
+) -> Config:
+    """A tiny run over mesh = (data, ring, ulysses). changes: section -> keys."""
+    data_size, ring, ulysses = mesh
+    tables: dict[str, Any] = {
+        "model": {"architecture": "llama", "dtype": "float32", "config": LLAMA},
+        "data": {"path": str(folder)},
+        "sequence": {"length": LENGTH, "layout": "zigzag"},
+        "parallel": {"ring": ring, "ulysses": ulysses, "data": data_size, "zero": zero},
+        "optimizer": OPTIMIZERS[optimizer],
+        "train": {"name": "tiny", "steps": STEPS, "global_batch": GLOBAL_BATCH, "seed": 3, "self_test": False},
+        "memory": {"checkpoint": "selective", "loss_chunk": 5},
+        "metrics": {"wandb": "disabled", "dir": str(folder)},
+        "launch": {"processes_per_node": data_size * ring * ulysses},
+    }
+    for section, keys in changes.items():
+        tables[section] = tables.get(section, {}) | keys
+    return Config.model_validate(tables)
+
+
+def write_texts(folder: Path) -> Path:
+    """Documents of 1 to 150 bytes, some longer than a sequence, one empty."""
+    generator = np.random.default_rng(5)
+    for index, size in enumerate([0, *generator.integers(1, 150, 30).tolist()]):
+        letters = generator.choice(list(b"abcdefgh \n"), size).astype(np.uint8)
+        (folder / f"{index:02}.txt").write_bytes(letters.tobytes())
+    return folder
+
+
+def sequences_of(config: Config) -> Any:
+    """The stream of packed sequences of a run."""
+    tokenizer = data.ByteTokenizer()
+    stream = data.pieces(
+        data.files_of(config.data), tokenizer, length=LENGTH, seed=config.train.seed, shuffle=config.data.shuffle
+    )
+    return data.pack(stream, length=LENGTH, pad=tokenizer.pad)
+
+
+def batches_of(config: Config, labels: str) -> list[list[data.Sequence]]:
+    """The global batches of all steps, with the labels of a case kept.
+
+    sparse: nine of ten labels are ignored in the first sequence (one rank's, if data is split) and in the first and last
+        eighth of the others (one rank's, in a zigzag of 4); one: a single label is left in the whole batch
+    mixed: the one and the other in turns; none: no label at all
+    """
+    stream = sequences_of(config)
+    batches = [[next(stream) for _ in range(GLOBAL_BATCH)] for _ in range(STEPS)]
+    kinds = ["sparse", "one"] * STEPS if labels == "mixed" else [labels] * STEPS
+    return [[_ignore(s, kind, index) for index, s in enumerate(b)] for b, kind in zip(batches, kinds, strict=False)]
+
+
+def _ignore(sequence: data.Sequence, kind: str, index: int) -> data.Sequence:
+    position = np.arange(LENGTH)
+    valid = np.flatnonzero(sequence.labels != data.IGNORED)
+    keep = {
+        "all": np.ones(LENGTH, bool),
+        "none": np.zeros(LENGTH, bool),
+        "one": (position == valid[len(valid) // 2]) & (index == 2),
+        "sparse": (position % 10 == 3) | ((index > 0) & (position >= LENGTH // 8) & (position < 7 * LENGTH // 8)),
+    }[kind]
+    return replace(sequence, labels=np.where(keep, sequence.labels, data.IGNORED))
+
+
+@functools.cache
+def joined(ring: int, ulysses: int, layout: str, size: int) -> world.World:
+    """The groups of a mesh, made once in each process."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    device = torch.device("cpu")
+    world.check_toolchain(device)
+    config = config_of(".", mesh=(size // (ring * ulysses), ring, ulysses), sequence={"length": LENGTH, "layout": layout})
+    return world.connect(config, device)
+
+
+def join(config: Config) -> world.World:
+    return joined(config.parallel.ring, config.parallel.ulysses, config.sequence.layout, config.world_size)
+
+
+def train(config: Config, labels: str) -> dict[str, Any]:
+    """Body: train on `batches_of`, through the trainer. Weights come back from rank 0, their digest from all."""
+    run = loop.prepare(config, join(config))
+    windows = data.windows(
+        iter([sequence for batch in batches_of(config, labels) for sequence in batch]),
+        run.batch,
+        data_rank=run.world.data_rank,
+        data_size=run.world.data_size,
+    )
+    run = replace(run, windows=windows)
+    records = [loop.train_step(run, step, tokens_seen=0) for step in range(1, STEPS + 1)]
+    weights = {name.removeprefix("decoder."): w for name, w in run.engine.full_parameters().items()}
+    run.engine.close()
+    digest = hashlib.sha256(b"".join(w.float().numpy().tobytes() for w in weights.values())).hexdigest()
+    return {
+        "loss": [record.loss_sum / max(record.valid_tokens, 1) for record in records],
+        "grad_norm": [record.grad_norm for record in records],
+        "records": records,
+        "digest": digest,
+        "weights": weights if run.world.rank == 0 else None,
+    }
+
+
+def train_alone(config: Config, labels: str) -> dict[str, Any]:
+    """The same steps in this process, without ring, DeepSpeed, packing or chunks."""
+    torch.manual_seed(config.train.seed)
+    decoder = model.build_decoder(
+        model.config_of(config.model), dtype=torch.float32, attention="eager", device=torch.device("cpu")
+    )
+    optimizer = optimizer_of(decoder.parameters(), config.optimizer)
+    result: dict[str, Any] = {"loss": [], "grad_norm": []}
+    for step, batch in enumerate(batches_of(config, labels), 1):
+        valid = max(sum(sequence.valid_targets for sequence in batch), 1)
+        loss = sum(_loss_alone(decoder, sequence) for sequence in batch) / valid
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters()])
+        if config.optimizer.clip_norm:
+            torch.nn.utils.clip_grad_norm_(decoder.parameters(), config.optimizer.clip_norm)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, config.optimizer, steps=config.train.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        result["loss"].append(loss.item())
+        result["grad_norm"].append(norm.item())
+    result["weights"] = {name: w.detach().clone() for name, w in decoder.named_parameters()}
+    return copy.deepcopy(result)
+
+
+def _loss_alone(decoder: Any, sequence: data.Sequence) -> torch.Tensor:
+    """The sum of the losses of a packed sequence, each document on its own."""
+    total = torch.zeros(())
+    for start, stop in zip(sequence.cu_seqlens, sequence.cu_seqlens[1:], strict=False):
+        ids, labels = (torch.from_numpy(x[start:stop]) for x in (sequence.ids, sequence.labels))
+        logits = decoder(ids[None], use_cache=False).logits[0]
+        total = total + torch.nn.functional.cross_entropy(
+            logits, labels, ignore_index=data.IGNORED, reduction="sum"
+        )
+    return total
