@@ -58,7 +58,7 @@ def attention(
     for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}={flag!r} is {type(flag).__name__}; it must be True or False")
-    kernel = kernel_of(kernel, q, k, deterministic, None if layout is None else layout.ring.ring_size)
+    kernel = kernel_of(kernel, q)
     out, lse = ops.attention(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)),
         None if layout is None else layout.segments,
@@ -86,15 +86,12 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
     return q, k, v
 
 
-def kernel_of(name: str, q: torch.Tensor, k: torch.Tensor, deterministic: bool, ring_size: int | None) -> str:
-    """The kernel that a call will use: the named one, or "auto" resolved by device. ValueError if it cannot do the call."""
+def kernel_of(name: str, q: torch.Tensor) -> str:
+    """The kernel that a call will use: the named one, or "auto" resolved by device. The op asks whether it can."""
     if name == "auto":
         name = "eager" if q.device.type == "cpu" else "triton"
     if name not in KERNELS:
         raise ValueError(f"kernel={name!r} is unknown; it must be auto or one of {', '.join(KERNELS)}")
-    reason = KERNELS[name].refuses(q, k, deterministic, ring_size or 1)
-    if reason:
-        raise ValueError(f"kernel={name!r}: {reason}")
     return name
 
 
@@ -157,7 +154,8 @@ def explain(
     arguments.check_tensors(q, k, v)
     if layout is not None:
         arguments.check_local(q, k, layout)
-    kernel = kernel_of(kernel, q, k, deterministic, None if layout is None else layout.ring.ring_size)
+    kernel = kernel_of(kernel, q)
+    ops.check_kernel(kernel, q, k, deterministic, 1 if layout is None else layout.ring.ring_size)
     if layout is None:
         lo, hi = mask.intervals(q.shape[1], k.shape[1])
         pairs = int((hi.astype("int64") - lo).clip(0).sum())
@@ -165,9 +163,7 @@ def explain(
     return _explain_ring(q, k, layout, mask, kernel)
 
 
-def _explain_ring(
-    q: torch.Tensor, k: torch.Tensor, layout: Layout, mask: arguments.Mask, kernel: str
-) -> Explanation:
+def _explain_ring(q: torch.Tensor, k: torch.Tensor, layout: Layout, mask: arguments.Mask, kernel: str) -> Explanation:
     ring = layout.ring
     content = [None if x is None else x.numpy().tobytes() for x in (layout.segments, mask.cu_seqlens, mask.bounds)]
     shape = (ring.ring_rank, layout.seq_len, layout.seq_len)
@@ -178,7 +174,9 @@ def _explain_ring(
     sends = sum(1 for i, hop in enumerate(plan.hops) if hop or i)
     kv_heads = max(1, k.shape[2] // ring.ulysses)
     block = 2 * k.shape[0] * layout.local_len * ring.ulysses * kv_heads * k.shape[3]  # elements of keys and values
-    trips = max(len(plan.hops) - 1, 0) + (1 if plan.hops and plan.hops[-1] else 0)  # of fp32 gradients, the way home too
+    trips = max(len(plan.hops) - 1, 0) + (
+        1 if plan.hops and plan.hops[-1] else 0
+    )  # of fp32 gradients, the way home too
     heads = _heads_bytes(q, k, layout)
     warnings = []
     if ring.layout_name == "striped" and (size := stripe(layout.seq_len, ring.ring_size, ring.ulysses)) < 64:

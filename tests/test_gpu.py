@@ -129,7 +129,9 @@ def test_error_does_not_grow_with_the_ring(kernel, seed, record_property):
 
     def rms(size: int) -> dict[str, float]:
         got = played.attention(*tensors[:4], kernel=kernel, layout="zigzag", size=size)
-        return {x: float((got[x].double() - wanted[x]).square().mean().sqrt()) for x in ("out", "dq", "dk", "dv")}
+        return {
+            x: float((got[x].double() - wanted[x].detach()).square().mean().sqrt()) for x in ("out", "dq", "dk", "dv")
+        }
 
     alone, ring = rms(1), rms(8)
     ratios = {name: ring[name] / alone[name] for name in alone}
@@ -144,7 +146,13 @@ def test_R08_R39_unequal_lengths_align_to_the_end(kernel, q_len, kv_len):
     k, v = draw(2, kv_len, 2, 64, seed=1), draw(2, kv_len, 2, 64, seed=2)
     got, wanted = of_call(q, k, v, dout, kernel=kernel), want(q, k, v, dout, None)
     for name in wanted:
-        assert error(got[name], wanted[name]) <= TOLERANCE[torch.float32], name
+        # one visible key: the gradient is 0 and rounding is all there is
+        bound = TOLERANCE[torch.float32] * max(
+            1.0, float(wanted[name].nan_to_num(0, 0, 0).abs().max()) if q_len else 1.0
+        )
+        finite = wanted[name].isfinite()
+        assert torch.equal(got[name].isfinite(), finite), name
+        assert not q_len or ((got[name] - wanted[name])[finite].abs() <= bound).all(), name
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
