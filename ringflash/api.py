@@ -167,7 +167,8 @@ def _explain_ring(q: torch.Tensor, k: torch.Tensor, layout: Layout, mask: argume
     ring = layout.ring
     content = [None if x is None else x.numpy().tobytes() for x in (layout.segments, mask.cu_seqlens, mask.bounds)]
     shape = (ring.ring_rank, layout.seq_len, layout.seq_len)
-    plan = ops.make_plan(shape, content[0], content[1], content[2], mask.causal, mask.window or ops.NO_WINDOW)
+    window = mask.window or ops.NO_WINDOW
+    plan = ops.make_plan(shape, content[0] or b"", content[1], content[2], causal=mask.causal, window=window)
     lo, hi = mask.intervals(layout.seq_len, layout.seq_len)
     pairs = sum(view.pairs() for view in plan.views if view)
     mean = int((hi.astype("int64") - lo).clip(0).sum()) / ring.ring_size

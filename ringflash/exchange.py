@@ -35,8 +35,13 @@ class Pending(Protocol):
 class Transport(Protocol):
     """One rank's door to the other ranks of a ring, or of a Ulysses group."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
 
     def post(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str) -> Pending:
         """Start one batch: a contiguous tensor to each key of `sends`, and one from each key of `receives`."""
@@ -166,7 +171,7 @@ class Stage:
         self.baton = threading.Lock()
         self.failures: list[BaseException] = []
 
-    def until(self, ready: Callable[[], bool], what: str) -> None:
+    def until(self, ready: Callable[[], object], what: str) -> None:
         """Let the others run until `ready`; RuntimeError after timeout_s, or at once when a rank has failed."""
         deadline = time.monotonic() + self.timeout_s
         while not ready():
@@ -211,7 +216,7 @@ class _Handover:
         name = f"rank {self.rank}, {self.what}"
         for peer, into in self.receives.items():
             box = self.stage.boxes[peer, self.rank]
-            self.stage.until(lambda box=box: not box.empty(), f"{name}: receiving from rank {peer}")
+            self.stage.until(box.qsize, f"{name}: receiving from rank {peer}")
             tensor, taken = box.get()
             into.copy_(tensor)
             taken.set()

@@ -1,4 +1,4 @@
-"""The custom ops `ringflash::attention` and `ringflash::attention_backward`: everything between the checks and the ring.
+"""The custom ops `ringflash::attention` and `ringflash::attention_backward`: what lies between checks and ring.
 
 They take tensors, numbers and strings only, so that torch.compile sees one node and a checkpoint policy can name and
 save it. Segments, documents and intervals come as int32 CPU tensors whose sizes may change with the batch; hops, tile
@@ -28,20 +28,22 @@ NO_WINDOW = 0
 
 @functools.lru_cache(maxsize=32)
 def make_plan(
-    shape: tuple[int, int, int], segments: bytes, cu_seqlens: bytes | None, bounds: bytes | None, causal: bool, window: int
-) -> mask.Plan:
+    shape: tuple[int, int, int], segments: bytes, cu_seqlens: bytes | None, bounds: bytes | None, *,
+    causal: bool, window: int,
+) -> mask.Plan:  # fmt: skip
     """One rank's hops and views, from the content of the tensors.
 
     shape: (ring rank, queries, keys), the lengths of the whole sequence; segments: b"" on one device
     """
     ring_rank, num_queries, num_keys = shape
+    pair = None if bounds is None else np.frombuffer(bounds, np.int32).reshape(2, -1)
     lo, hi = mask.intervals(
         num_queries,
         num_keys,
         causal=causal,
         window=None if window == NO_WINDOW else window,
         cu_seqlens=None if cu_seqlens is None else np.frombuffer(cu_seqlens, np.int32),
-        bounds=None if bounds is None else tuple(np.frombuffer(bounds, np.int32).reshape(2, -1)),
+        bounds=None if pair is None else (pair[0], pair[1]),
     )
     if not segments:
         return mask.plan_one_device(num_keys, lo, hi)
@@ -66,7 +68,7 @@ class _Call:
         self.pg: dist.ProcessGroup | None = None
         size = 1
         if group:
-            self.pg = distributed_c10d._resolve_process_group(group)
+            self.pg = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a NewType since 2.12
             rank, size = dist.get_rank(self.pg), dist.get_world_size(self.pg)
             ring_rank, head_rank = divmod(rank, num_ulysses)
             if size > num_ulysses:
@@ -76,7 +78,9 @@ class _Call:
                 self.heads = Processes(self.pg, head_rank, range(first, first + num_ulysses), timeout_s)
         shape = (self.ring.rank if self.ring else 0, q.shape[1] * size, k.shape[1] * size)
         table = _content(segments) or b""
-        self.plan = make_plan(shape, table, _content(cu_seqlens), _content(bounds), causal, window)
+        self.plan = make_plan(
+            shape, table, _content(cu_seqlens), _content(bounds), causal=causal, window=window
+        )
 
     def scatter(self, tensors: list[Tensor]) -> list[Tensor]:
         """All heads of the local tokens -> this rank's heads of the ring rank's tokens."""
@@ -102,6 +106,18 @@ class _Call:
         return ulysses.gather_kv_heads(x if shared else x.to(dtype), self.groups, self.heads).to(dtype)
 
 
+def _no_autocast(q: Tensor) -> torch.autocast:
+    """Inputs were cast before the op; inside it a kernel's own fp32 products must stay fp32."""
+    return torch.autocast(q.device.type, enabled=False)
+
+
+def check_kernel(name: str, q: Tensor, k: Tensor, deterministic: bool, ring_size: int) -> None:
+    """ValueError, before anything is sent, if the kernel cannot do the call."""
+    reason = KERNELS[name].refuses(q, k, deterministic, ring_size)
+    if reason:
+        raise ValueError(f"kernel={name!r}: {reason}")
+
+
 def describe(q: Tensor, k: Tensor, pieces: tuple[Tensor | None, ...], flags: tuple[object, ...]) -> str:
     """The call as text, equal on all ranks that make the same one."""
     digest = hashlib.sha256(repr([_content(piece) for piece in pieces]).encode()).hexdigest()[:12]
@@ -124,10 +140,13 @@ def attention(
     returns out [B, L, H, D] in q's type, lse [B, H, L] fp32
     """
     call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, group, ulysses, timeout_s)
+    check_kernel(kernel, q, k, deterministic, call.ring.size if call.ring else 1)
     if call.pg is not None:
         flags = (causal, window, scale, kernel, deterministic, ulysses)
         agreement.agree(call.pg, describe(q, k, (segments, cu_seqlens, bounds), flags), timeout_s)
-    out, lse = ring.forward(*call.scatter([q, k, v]), call.plan, call.ring, call.kernel, scale=scale)
+    with _no_autocast(q):
+        q_heads, k_heads, v_heads = call.scatter([q, k, v])
+        out, lse = ring.forward(q_heads, k_heads, v_heads, call.plan, call.ring, call.kernel, scale=scale)
     return call.gather(out), call.gather_rows(lse)
 
 
@@ -145,19 +164,21 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type."""
     call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, group, ulysses, timeout_s)
-    rows = torch.stack((lse, call.kernel.delta(out, dout, dlse)), -1)  # [B, H, L, 2]
-    q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
-    lse, delta = (call.scatter_rows(x) for x in rows.unbind(-1))
-    dq, dk, dv = ring.backward(
-        dout_heads, q_heads, k_heads, v_heads, lse, delta, call.plan, call.ring, call.kernel, scale=scale
-    )
+    with _no_autocast(q):
+        rows = torch.stack((lse, call.kernel.delta(out, dout, dlse)), -1)  # [B, H, L, 2]
+        q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
+        lse, delta = (call.scatter_rows(x) for x in rows.unbind(-1))
+        dq, dk, dv = ring.backward(
+            dout_heads, q_heads, k_heads, v_heads, lse, delta, call.plan, call.ring, call.kernel, scale=scale
+        )
     return call.gather(dq.to(q.dtype)), call.gather_kv(dk, k.dtype), call.gather_kv(dv, v.dtype)
 
 
 @attention_backward.register_fake
 def _(
-    dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, group, ulysses, timeout_s
-):
+    dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, group, ulysses,
+    timeout_s,
+):  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -61,13 +61,14 @@ def backward(
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     total = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)  # dk, dv of the block visiting now
     fresh, spare = (torch.empty_like(total) if hops not in ((), (0,)) else total for _ in range(2))
+    moving: Pending | None = None
     for i, (k_visiting, v_visiting) in enumerate(_visits(k, v, hops, transport)):
         view = plan.views[i]
         if view:
             kernel.backward(
                 dout, q, k_visiting, v_visiting, lse, delta, view, dq, *(fresh if i else total), scale=scale
             )
-        if i:
+        if moving is not None:
             # what this block collected elsewhere has travelled under the kernel: add ours on arrival
             moving.wait()
             total, spare = spare, total
