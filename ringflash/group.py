@@ -92,8 +92,9 @@ class Ring:
         """
         self._check_len(seq_len)
         causal = arguments.causal_of(causal, intervals)
-        borders = arguments.cu_seqlens_of(cu_seqlens, seq_len)
-        bounds = arguments.bounds_of(intervals, seq_len, seq_len)
+        with torch.inference_mode(False):  # a layout made inside inference_mode may be used in training
+            borders = arguments.cu_seqlens_of(cu_seqlens, seq_len)
+            bounds = arguments.bounds_of(intervals, seq_len, seq_len)
         key = (seq_len, causal, *(None if x is None else x.numpy().tobytes() for x in (borders, bounds)))
         if key not in self._layouts:
             self._layouts[key] = self._make(seq_len, causal, borders, bounds)
@@ -107,7 +108,11 @@ class Ring:
         work = (hi.astype("int64") - lo).clip(0)
         segments = LAYOUTS[self.layout_name].segments(seq_len, self.ring_size, self.ulysses, work)
         with torch.inference_mode(False):
-            return Layout(self, seq_len, causal, borders, bounds, table_of(segments))
+            table = table_of(segments)
+        if borders is not None:
+            for x in (borders, table):  # another number of documents must not compile anew
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        return Layout(self, seq_len, causal, borders, bounds, table)
 
     def _check_len(self, seq_len: int) -> None:
         if isinstance(seq_len, bool) or not isinstance(seq_len, int):
