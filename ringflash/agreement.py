@@ -47,6 +47,6 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
     odd = [peer for peer, other in enumerate(texts) if other != common]
     if odd:
         raise ValueError(
-            f"ringflash: the ranks of a ring were called with different arguments: rank(s) {odd} with [{texts[odd[0]]}], "
-            f"the others with [{common}]"
+            f"ringflash: the ranks of a ring were called with different arguments: "
+            f"rank(s) {odd} with [{texts[odd[0]]}], the others with [{common}]"
         )

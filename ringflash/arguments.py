@@ -55,7 +55,9 @@ def mask_of(
         given = {"causal": causal, "cu_seqlens": cu_seqlens, "intervals": intervals}
         for name, value in given.items():
             if value is not None:
-                raise ValueError(f"{name} was given together with layout=; the layout's mask holds: {name} goes to ring.layout()")
+                raise ValueError(
+                    f"{name} was given together with layout=, whose mask holds: {name} goes to ring.layout()"
+                )
         return Mask(layout.causal, window, layout.cu_seqlens, layout.bounds)
     if cu_seqlens is not None and q.shape[1] != k.shape[1]:
         raise ValueError(f"cu_seqlens needs as many keys as queries; q has {q.shape[1]} rows and k has {k.shape[1]}")
@@ -101,7 +103,7 @@ def scale_of(q: torch.Tensor, scale: float | None) -> float:
 
 
 def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int) -> torch.Tensor | None:
-    """Document borders as int32 on the CPU: 0 first, never falling, at most seq_len; what follows the last is padding."""
+    """Document borders, int32 on the CPU: 0 first, never falling, at most seq_len; padding follows the last."""
     if cu_seqlens is None:
         return None
     if isinstance(cu_seqlens, torch.Tensor):
@@ -109,7 +111,8 @@ def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int)
             raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; it must be an int32 tensor or a list of ints")
         values = cu_seqlens.detach().cpu().clone()
     else:
-        if not isinstance(cu_seqlens, Sequence) or any(isinstance(x, bool) or not isinstance(x, int) for x in cu_seqlens):
+        whole = isinstance(cu_seqlens, Sequence) and all(type(x) is int for x in cu_seqlens)
+        if not whole:
             raise TypeError(f"cu_seqlens={cu_seqlens!r} must be an int32 tensor or a list of ints")
         if any(abs(x) > MAX_TOKENS for x in cu_seqlens):
             raise ValueError(f"cu_seqlens holds {max(cu_seqlens, key=abs)}; positions must lie in [0, {seq_len}]")
@@ -122,7 +125,8 @@ def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int)
     falls = np.flatnonzero(np.diff(borders) < 0)
     if len(falls):
         i = int(falls[0])
-        raise ValueError(f"cu_seqlens[{i + 1}]={borders[i + 1]} is below cu_seqlens[{i}]={borders[i]}; it must never fall")
+        fall = f"cu_seqlens[{i + 1}]={borders[i + 1]} is below cu_seqlens[{i}]={borders[i]}"
+        raise ValueError(f"{fall}; it must never fall")
     if borders[-1] > seq_len:
         raise ValueError(f"cu_seqlens[-1]={borders[-1]} is beyond the sequence of {seq_len} tokens")
     return values
@@ -145,7 +149,8 @@ def bounds_of(intervals, num_queries: int, num_keys: int) -> torch.Tensor | None
         falls = np.flatnonzero(np.diff(bound) < 0)
         if len(falls):
             i = int(falls[0])
-            raise ValueError(f"intervals {name}[{i + 1}]={bound[i + 1]} is below {name}[{i}]={bound[i]}; it must never fall")
+            fall = f"intervals {name}[{i + 1}]={bound[i + 1]} is below {name}[{i}]={bound[i]}"
+            raise ValueError(f"{fall}; it must never fall")
         if num_queries and (bound[0] < 0 or bound[-1] > num_keys):
             raise ValueError(f"intervals {name} spans [{bound[0]}, {bound[-1]}]; it must lie in [0, {num_keys}]")
     return pair
@@ -157,7 +162,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
         if tensor.dim() != 4:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [batch, tokens, heads, head dimension]")
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [batch, tokens, heads, width]")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         raise TypeError(
             f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}; all three must be the same of float32, bfloat16, float16"
@@ -169,7 +174,8 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]} and k has {k.shape[0]}; they must be equal")
     if q.shape[3] != k.shape[3] or q.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"q has head dimension {q.shape[3]} and k has {k.shape[3]}; both must be the same of {HEAD_DIMS}")
+        widths = f"q has head dimension {q.shape[3]} and k has {k.shape[3]}"
+        raise ValueError(f"{widths}; both must be the same of {HEAD_DIMS}")
     if k.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} heads, which must be a multiple of the {k.shape[2]} heads of k and v")
     if max(q.shape[1], k.shape[1]) > MAX_TOKENS:

@@ -29,7 +29,7 @@ class Pending(Protocol):
     """Messages under way."""
 
     def wait(self) -> None:
-        """Return when what was posted has arrived (on CUDA: when the current stream may use it) and its sends are free."""
+        """Return when what was posted has arrived and its sends are free; on CUDA, as the current stream sees it."""
 
 
 class Transport(Protocol):

@@ -155,7 +155,8 @@ def _group_of(
         return group.get_group(), ulysses or 1
     if group.ndim > 2:
         raise ValueError(
-            f"the mesh has {group.ndim} dimensions {group.mesh_dim_names}; slice it to one (ring) or two (ring, ulysses)"
+            f"the mesh has {group.ndim} dimensions {group.mesh_dim_names}; "
+            "slice it to one (ring) or two (ring, ulysses)"
         )
     if ulysses not in (None, group.size(1)):
         raise ValueError(f"ulysses={ulysses} differs from the mesh's second dimension of {group.size(1)}; leave it out")

@@ -62,7 +62,8 @@ class Layout:
         if self.cu_seqlens is None:
             return self.positions
         borders = self.cu_seqlens.to(self.ring.device)
-        document = torch.searchsorted(borders, self.positions.int(), right=True) - 1  # padding counts from the last border
+        # padding counts from the last border
+        document = torch.searchsorted(borders, self.positions.int(), right=True) - 1
         return _plain(self.positions - borders[document], self.ring.device)
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -88,7 +89,9 @@ class Layout:
         if not -x.dim() <= dim < x.dim():
             raise ValueError(f"{name}: dim={dim} is not an axis of a tensor of shape {list(x.shape)}")
         if x.shape[dim] != want:
-            raise ValueError(f"{name}: dim {dim} of {list(x.shape)} is {x.shape[dim]}; {what} has {want}: name its axis with dim=")
+            raise ValueError(
+                f"{name}: dim {dim} of {list(x.shape)} is {x.shape[dim]}; {what} has {want}: name its axis with dim="
+            )
 
 
 def segments_of(table: np.ndarray) -> list[mask.Segments]:

@@ -55,7 +55,8 @@ def intervals(
         lo = np.maximum(lo, bounds[0])
         hi = np.minimum(hi, bounds[1])
     if cu_seqlens is not None:
-        lo = np.minimum(lo, used)  # rows that bounds sent into the padding are empty as well: lo must not fall after them
+        # rows that bounds sent into the padding are empty as well: lo must not fall after them
+        lo = np.minimum(lo, used)
         lo[used:] = hi[used:] = used
     return np.clip(lo, 0, num_keys).astype(np.int32), np.clip(hi, 0, num_keys).astype(np.int32)
 

@@ -78,9 +78,7 @@ class _Call:
                 self.heads = Processes(self.pg, head_rank, range(first, first + num_ulysses), timeout_s)
         shape = (self.ring.rank if self.ring else 0, q.shape[1] * size, k.shape[1] * size)
         table = _content(segments) or b""
-        self.plan = make_plan(
-            shape, table, _content(cu_seqlens), _content(bounds), causal=causal, window=window
-        )
+        self.plan = make_plan(shape, table, _content(cu_seqlens), _content(bounds), causal=causal, window=window)
 
     def scatter(self, tensors: list[Tensor]) -> list[Tensor]:
         """All heads of the local tokens -> this rank's heads of the ring rank's tokens."""

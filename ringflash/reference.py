@@ -40,7 +40,8 @@ def attention(
     mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
     if layout is not None and not q.shape[1] == k.shape[1] == layout.seq_len:
         raise ValueError(
-            f"q has {q.shape[1]} tokens and k has {k.shape[1]}; the reference takes the whole sequence of {layout.seq_len}"
+            f"q has {q.shape[1]} tokens and k has {k.shape[1]}; "
+            f"the reference takes the whole sequence of {layout.seq_len}"
         )
     lo, hi = (torch.from_numpy(bound).to(q.device) for bound in mask.intervals(q.shape[1], k.shape[1]))
     scale = arguments.scale_of(q, scale)

@@ -105,7 +105,7 @@ def _visits(
 
 
 def _move(transport: Transport | None, send: torch.Tensor, receive: torch.Tensor, jump: int, what: str) -> Pending:
-    """The same move on every rank: `send` goes `jump` ranks up the ring, `receive` is filled from `jump` ranks below."""
+    """The same move on every rank: `send` goes `jump` ranks up the ring, `receive` is filled from as far below."""
     assert transport is not None, "a ring of one rank has no hop but 0"
     up, down = (transport.rank + jump) % transport.size, (transport.rank - jump) % transport.size
     return transport.post({up: send}, {down: receive}, what)

@@ -30,9 +30,9 @@ def kv_heads(groups: int, ulysses: int, rank: int) -> slice:
 
 
 def scatter_heads(tensors: list[torch.Tensor], groups: int, transport: Transport) -> list[torch.Tensor]:
-    """[B, L, H, D] of all heads -> [B, U * L, H / U, D] of this rank's, for tensors of one dtype, in one message a peer.
+    """[B, L, H, D] of all heads -> [B, U * L, H / U, D] of this rank's, for tensors of one dtype.
 
-    A tensor with G heads is cut as keys and values are (`kv_heads`); G == H cuts both alike.
+    One message a peer. A tensor with G heads is cut as keys and values are (`kv_heads`); G == H cuts both alike.
     """
     size = transport.size
 
@@ -44,7 +44,8 @@ def scatter_heads(tensors: list[torch.Tensor], groups: int, transport: Transport
 
     pieces = [torch.cat([heads_of(x, rank) for x in tensors], 2) for rank in range(size)]
     counts = [heads_of(x, 0).shape[2] for x in tensors]
-    whole = torch.cat(_swap(pieces, transport, "heads out"), 1)  # runs of tokens in rank order: the order of the sequence
+    # runs of tokens in rank order: the order of the sequence
+    whole = torch.cat(_swap(pieces, transport, "heads out"), 1)
     return list(whole.split(counts, 2))
 
 

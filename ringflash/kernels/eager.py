@@ -1,7 +1,8 @@
 """Attention of one hop in plain torch, tile by tile: any device, any dtype of the contract, memory never L x K.
 
-The kernel for CPUs and for checking others. Half types are computed in fp32, so a result differs from the fp64 reference
-only by fp32 rounding and by the input's own precision. Source: FlashAttention, arXiv:2205.14135 (tiles, recomputation).
+The kernel for CPUs and for checking others. Half types are computed in fp32, so a result differs from the fp64
+reference only by fp32 rounding and by the input's own precision.
+Source: FlashAttention, arXiv:2205.14135 (tiles, recomputation).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int
 
 
 def _slabs(view: View, device: torch.device) -> Iterator[tuple[slice, list[tuple[slice, torch.Tensor | None]]]]:
-    """For each query tile its rows and the slabs of keys it sees, each with a mask [rows, keys], None where all is seen."""
+    """For each query tile its rows and the slabs of keys it sees, with a mask [rows, keys], or None if all is seen."""
     tiles = view.tiles(BLOCK_Q, BLOCK_K)
     lo, hi = view.bounds(device)
     position = view.key_positions(device)
@@ -51,8 +52,9 @@ def _group(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: View, state: State, *, scale: float, first: bool, last: bool
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: View, state: State, *,
+    scale: float, first: bool, last: bool,
+) -> None:  # fmt: skip
     """See `kernels.Kernel.forward`."""
     groups = k.shape[2]
     for rows, slabs in _slabs(view, q.device):

@@ -1,7 +1,8 @@
-"""Blocks dealt by work: every rank holds equally many tokens and, as nearly as blocks allow, equally many visible pairs.
+"""Blocks dealt by work: every rank holds equally many tokens and, as nearly as blocks allow, equally many pairs.
 
-For packed documents, whose work no fixed pattern follows. Greedy longest-processing-time under equal counts, then
-swaps between the heaviest rank and the others while they help. Deterministic: every rank computes the same answer.
+A pair is a query and a key that it sees. For packed documents, whose work no fixed pattern follows. Greedy
+longest-processing-time under equal counts, then swaps between the heaviest rank and the others while they help.
+Deterministic: every rank computes the same answer.
 """
 
 import heapq
@@ -19,7 +20,7 @@ def multiple(ring_size: int, ulysses: int) -> int:
 
 
 def block(seq_len: int, ring_size: int, ulysses: int) -> int:
-    """Tokens of a block: S / n cut into the most equal blocks, at most 16, of 128 tokens or more (any size if S / n < 256)."""
+    """Tokens of a block: S / n in the most equal blocks, at most 16, of 128 tokens or more (any if S / n < 256)."""
     local = seq_len // (ring_size * ulysses)
     smallest = MIN_BLOCK if local >= 2 * MIN_BLOCK else 1
     count = next((c for c in range(MAX_BLOCKS, 1, -1) if local % c == 0 and local // c >= smallest), 1)
@@ -50,7 +51,7 @@ def _deal(weight: np.ndarray, ring_size: int) -> np.ndarray:
 
 
 def _swap(weight: np.ndarray, owner: np.ndarray, ring_size: int) -> None:
-    """Swap a block of the heaviest rank for the one elsewhere that lowers the larger of the two loads most, in place."""
+    """Swap a block of the heaviest rank for the one elsewhere that lowers the larger load most; in place."""
     load = np.bincount(owner, weight, ring_size).astype(np.int64)
     for _ in range(MAX_SWAPS):
         heaviest = int(load.argmax())

@@ -1,4 +1,4 @@
-"""Rank r holds the r-th run of S / P tokens: even work for a sliding window, the last rank does most for plain causal."""
+"""Rank r holds the r-th run of S / P tokens: even work for a window, most on the last rank for plain causal."""
 
 import numpy as np
 

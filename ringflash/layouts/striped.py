@@ -1,4 +1,4 @@
-"""Stripes dealt round robin: rank r holds stripes r, r + P, r + 2P, ... Even work for every mask that is smooth in position.
+"""Stripes dealt round robin: rank r holds stripes r, r + P, r + 2P, ... Even work for masks smooth in position.
 
 A stripe is a block of tokens, not one token, so that tiles stay whole. Source: Striped Attention, arXiv:2311.09431.
 """
