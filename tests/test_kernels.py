@@ -180,7 +180,8 @@ def test_a_hop_in_between_leaves_queries_that_see_nothing_alone(kernel):
         q, k[:, keys], v[:, keys], part_of(lo, hi, keys), State(acc, out, lse), scale=0.25, first=False, last=False
     )
     assert out.isnan().all(), "out is written by the last hop only"
-    assert torch.equal(acc[:, :64], before[0][:, :64]) and torch.equal(lse[..., :64], before[1][..., :64])
+    assert torch.equal(acc[:, :64], before[0][:, :64])
+    assert error(lse[..., :64], before[1][..., :64]) < 1e-6  # a kernel that works in base 2 may round it
     assert not torch.equal(acc[:, 64:80], before[0][:, 64:80])
 
 

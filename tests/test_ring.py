@@ -1,0 +1,244 @@
+"""The ring against the fp64 reference, all ranks played in one process, and what it sends, when, and how much."""
+
+from __future__ import annotations
+
+import numpy as np
+import played
+import pytest
+import torch
+from masks import MASKS
+from oracle import check, inputs, want
+from test_mask import intervals_of
+
+from ringflash import LAYOUTS, exchange, mask, ring
+from ringflash.kernels import eager
+
+SIZE = 96  # divides by 2 * P for every P below
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    for name, value in (("BLOCK_Q", 16), ("BLOCK_K", 8), ("SLAB", 24)):
+        monkeypatch.setattr(eager, name, value)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """The reference of each mask and head count, computed once."""
+    made = {}
+
+    def of(name, heads, groups):
+        if (name, heads, groups) not in made:
+            tensors = inputs(SIZE, heads=heads, groups=groups)
+            made[name, heads, groups] = tensors, want(*tensors, **MASKS[name](SIZE))
+        return made[name, heads, groups]
+
+    return of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", MASKS)
+def test_ring_equals_the_reference(wanted, name, size, layout):
+    (q, k, v, dout, dlse), reference = wanted(name, 4, 2)
+    check(played.attention(q, k, v, dout, dlse=dlse, layout=layout, size=size, **MASKS[name](SIZE)), reference)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (3, 1), (8, 2), (8, 1)])
+def test_grouped_heads(wanted, heads, groups, size, layout):
+    for name in ("causal", "documents_window"):
+        (q, k, v, dout, dlse), reference = wanted(name, heads, groups)
+        check(played.attention(q, k, v, dout, dlse=dlse, layout=layout, size=size, **MASKS[name](SIZE)), reference)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_R35_without_a_causal_mask_every_layout_is_exact(size, layout):
+    tensors = inputs(16 * size, batch=2)
+    check(
+        played.attention(*tensors[:4], dlse=tensors[4], layout=layout, size=size, causal=False),
+        want(*tensors, causal=False),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("size", "seq_len"), [(5, 70), (7, 42), (3, 78), (2, 4)])
+def test_R26_odd_rings_and_odd_lengths(size, seq_len, layout):
+    tensors = inputs(seq_len)
+    check(played.attention(*tensors[:4], dlse=tensors[4], layout=layout, size=size), want(*tensors))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_R23_the_backward_uses_the_keys_that_visit_and_not_its_own(layout):
+    q, k, v, dout, dlse = inputs(64)
+    owner = torch.empty(1, 64, 1, 1)
+    for rank, part in enumerate(LAYOUTS[layout].segments(64, 4, 1, np.arange(1, 65))):
+        owner[:, torch.from_numpy(mask.positions(part))] = rank + 1.0
+    check(
+        played.attention(q, k * owner, v * owner, dout, dlse=dlse, layout=layout, size=4),
+        want(q, k * owner, v * owner, dout, dlse),
+    )
+
+
+def test_R39_a_block_of_keys_is_seen_by_its_positions():
+    lo, hi = mask.intervals(16, 16, causal=True)
+    queries = np.array([[6, 2]])
+    pairs = [mask.View(lo[6:8], hi[6:8], queries, np.array([[start, 5]])).pairs() for start in (0, 8)]
+    assert pairs == [2 * 5, 0]
+
+
+def test_a_rank_without_any_work_returns_nothing_and_still_passes_keys_on():
+    tensors = inputs(SIZE)
+    given = {"cu_seqlens": [0, SIZE // 4]}  # only rank 0 of 4 holds documents
+    results = played.attention(*tensors[:4], dlse=tensors[4], size=4, **given)
+    assert (results["lse"][..., SIZE // 4 :] == -torch.inf).all() and not results["out"][:, SIZE // 4 :].any()
+    check(results, want(*tensors, **given))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_the_error_of_bf16_does_not_grow_with_the_ring(layout, seed):
+    tensors = inputs(256, width=64, dtype=torch.bfloat16, seed=seed)
+    reference = want(*tensors)
+    rms = {}
+    for size in (1, 8):
+        results = played.attention(*tensors[:4], dlse=tensors[4], layout=layout, size=size)
+        rms[size] = {
+            name: (results[name] - reference[name]).square().mean().sqrt() for name in ("out", "dq", "dk", "dv")
+        }
+    for name in rms[1]:
+        assert rms[8][name] <= 1.2 * rms[1][name], name
+
+
+class Recorded:
+    """A kernel and a transport that write down what happens on one rank, in order."""
+
+    def __init__(self, transport):
+        self.rank, self.size, self.transport = transport.rank, transport.size, transport
+        self.events, self.posts = [], []
+
+    def post(self, sends, receives, what):
+        self.events.append(f"post {what}")
+        self.posts.append((sends, receives, what))
+        return Waiting(self, self.transport.post(sends, receives, what), what)
+
+    def forward(self, *tensors, **how):
+        self.events.append("kernel")
+        eager.forward(*tensors, **how)
+
+    def backward(self, *tensors, **how):
+        self.events.append("kernel")
+        eager.backward(*tensors, **how)
+
+
+class Waiting:
+    def __init__(self, record, pending, what):
+        self.record, self.pending, self.what = record, pending, what
+
+    def wait(self):
+        self.record.events.append(f"wait {self.what}")
+        self.pending.wait()
+
+
+def record(size, layout, backward=False, seq_len=SIZE, **given):
+    """What each rank of a ring does in one forward, or in one backward."""
+    q, k, v, dout, _ = inputs(seq_len)
+    lo, hi = intervals_of(seq_len, **given)
+    segments = LAYOUTS[layout].segments(seq_len, size, 1, (hi.astype("int64") - lo).clip(0))
+
+    def body(transport):
+        seen = Recorded(transport)
+        local = [x[:, torch.from_numpy(mask.positions(segments[transport.rank]))] for x in (q, k, v, dout)]
+        plan = mask.plan(segments, transport.rank, lo, hi)
+        if backward:
+            rows = torch.zeros(1, q.shape[2], len(local[0][0]))
+            ring.backward(local[3], *local[:3], rows, rows, plan, seen, seen, scale=1.0)
+        else:
+            ring.forward(*local[:3], plan, seen, seen, scale=1.0)
+        return seen
+
+    return exchange.play(size, body)
+
+
+def events(text):
+    """'+1 K -1' -> the events: + posts, - waits for keys of a hop, > and < gradients after a hop, K computes."""
+    words = {"+": "post keys and values for hop ", "-": "wait keys and values for hop "}
+    words |= {">": "post gradients after hop ", "<": "wait gradients after hop "}
+    words |= {"^": "post gradients home from hop ", "_": "wait gradients home from hop "}
+    return ["kernel" if word == "K" else words[word[0]] + word[1:] for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("backward", "order"),
+    [
+        (False, "+1 K -1 +2 K -2 +3 K -3 K"),
+        (True, "+1 K >0 -1 +2 K <0 >1 -2 +3 K <1 >2 -3 K <2 ^3 _3"),
+    ],
+)
+def test_keys_are_posted_before_the_kernel_and_gradients_travel_under_the_next_one(backward, order):
+    for seen in record(4, "contiguous", backward, causal=False):
+        assert seen.events == events(order)
+
+
+@pytest.mark.parametrize(("backward", "order"), [(False, "+2 -2 +3 K -3 K"), (True, "+2 -2 +3 K >2 -3 K <2 ^3 _3")])
+def test_keys_jump_to_the_first_hop_that_is_needed(backward, order):
+    last = record(4, "contiguous", backward, **MASKS["past"](SIZE))[3]
+    assert last.events == events(order)
+
+
+@pytest.mark.parametrize(
+    ("layout", "given", "forward", "backward"),
+    [
+        ("contiguous", {"window": 16}, "+1 -1", "+1 >0 -1 <0 ^1 _1"),
+        ("zigzag", {"window": 16}, "+1 -1 +7 -7", "+1 >0 -1 +7 <0 >1 -7 <1 ^7 _7"),
+        ("contiguous", {"cu_seqlens": [*range(0, 1025, 128)]}, "", ""),
+        ("zigzag", {"cu_seqlens": [0, 0]}, "", ""),
+        ("striped", {"intervals": "nothing"}, "", ""),
+    ],
+)
+def test_keys_and_gradients_make_no_trip_that_nobody_needs(layout, given, forward, backward):
+    if given.get("intervals"):
+        given = MASKS["nothing"](1024)
+    for back, order in ((False, forward), (True, backward)):
+        for seen in record(8, layout, back, seq_len=1024, **given):
+            assert [event for event in seen.events if event != "kernel"] == events(order)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", ["causal", "window", "random", "past", "documents"])
+def test_R28_all_ranks_post_the_same_batches_of_one_send_and_one_receive(name, backward, layout):
+    ranks = record(4, layout, backward, **MASKS[name](SIZE))
+    batches = [[(what, len(sends), len(receives)) for sends, receives, what in seen.posts] for seen in ranks]
+    assert all(batch == batches[0] for batch in batches)
+    assert all((num_sends, num_receives) == (1, 1) for _, num_sends, num_receives in batches[0])
+    for seen in ranks:
+        for at, (sends, receives, what) in enumerate(seen.posts):
+            ((to, block),) = sends.items()
+            ((source, _),) = ranks[to].posts[at][1].items()
+            assert source == seen.rank and to != seen.rank, what
+            assert block.is_contiguous() and block.shape == next(iter(receives.values())).shape
+
+
+def test_keys_and_gradients_use_two_buffers_each():
+    for seen in record(8, "zigzag", backward=True, seq_len=256, causal=False):
+        for kind in ("keys", "gradients"):
+            posts = [post for post in seen.posts if post[2].startswith(kind)]
+            assert len(posts) == (7 if kind == "keys" else 8)
+            assert (
+                len({x.data_ptr() for sends, receives, _ in posts for x in (*sends.values(), *receives.values())}) == 2
+            )
+
+
+def test_a_played_rank_that_does_not_come_is_named():
+    def body(transport):
+        if transport.rank == 1:
+            return None
+        with pytest.raises(RuntimeError, match=r"rank 0, keys and values for hop 1: receiving from rank 1: timed out"):
+            x = torch.zeros(1)
+            transport.post({1: x}, {1: x.clone()}, "keys and values for hop 1").wait()
+        return "told"
+
+    assert exchange.play(2, body, timeout_s=0.2) == ["told", None]
