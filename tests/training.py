@@ -111,7 +111,9 @@ def joined(ring: int, ulysses: int, layout: str, size: int) -> world.World:
     os.environ["DS_ACCELERATOR"] = "cpu"
     device = torch.device("cpu")
     world.check_toolchain(device)
-    config = config_of(".", mesh=(size // (ring * ulysses), ring, ulysses), sequence={"length": LENGTH, "layout": layout})
+    config = config_of(
+        ".", mesh=(size // (ring * ulysses), ring, ulysses), sequence={"length": LENGTH, "layout": layout}
+    )
     return world.connect(config, device)
 
 
@@ -172,7 +174,5 @@ def _loss_alone(decoder: Any, sequence: data.Sequence) -> torch.Tensor:
     for start, stop in zip(sequence.cu_seqlens, sequence.cu_seqlens[1:], strict=False):
         ids, labels = (torch.from_numpy(x[start:stop]) for x in (sequence.ids, sequence.labels))
         logits = decoder(ids[None], use_cache=False).logits[0]
-        total = total + torch.nn.functional.cross_entropy(
-            logits, labels, ignore_index=data.IGNORED, reduction="sum"
-        )
+        total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=data.IGNORED, reduction="sum")
     return total

@@ -18,6 +18,9 @@ from .world import World
 BUCKET_NUMEL = 200_000_000
 """Most gradients that are reduced at once; DeepSpeed allocates buffers of this size."""
 
+WHOLE_NUMEL = 100_000
+"""ZeRO 3 keeps weights of up to this many numbers whole, if they are also below a hundredth of the model: norms."""
+
 
 class Engine:
     """A model under DeepSpeed.
@@ -36,7 +39,7 @@ class Engine:
             )
         import deepspeed
 
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer of torch
         self._zero = config.parallel.zero
         self._clip_norm = config.optimizer.clip_norm
         self._accumulation = batch.accumulation
@@ -120,6 +123,7 @@ def deepspeed_config(config: Config, batch: Batch, *, numel: int) -> dict[str, A
             "overlap_comm": False,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
+            "stage3_param_persistence_threshold": min(WHOLE_NUMEL, numel // 100),
         },
         "steps_per_print": None,
     }

@@ -50,9 +50,7 @@ def loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | N
 
 class _LossSum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, chunk: int
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, chunk: int) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels, weights)
         ctx.chunk = chunk
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)

@@ -32,7 +32,7 @@ class RingModel(nn.Module):
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
-        self.decoder = decoder
+        self.decoder: Any = decoder
 
     def forward(self, ids: Tensor, labels: Tensor | None, layout: ringflash.Layout) -> Tensor:
         """ids, labels: int64 [B, L], this rank's part by `layout`, labels shifted before the cut.

@@ -68,9 +68,9 @@ def check_gradient(config: Config, world: World) -> None:
     if not (worst[:, :2] <= TOLERANCE[config.model.dtype]).all():
         rank = int(worst[:, :2].max(1).argmax())
         raise ValueError(
-            f"the engine's gradient is wrong at parallel.zero = {config.parallel.zero} on {world.size} ranks: it is "
-            f"{worst[rank, 2]:.4g} times the right one, with an error of {worst[rank, 0]:.2g} beside it, its norm is off "
-            f"by {worst[rank, 1]:.2g} (rank {rank}); training would be wrong without a sign of it"
+            f"the engine's gradient is wrong at parallel.zero = {config.parallel.zero} on {world.size} ranks: along the "
+            f"right one it is {worst[rank, 2]:.4g} times as long, its largest error is {worst[rank, 0]:.2g} of the "
+            f"largest value, its reported norm is off by {worst[rank, 1]:.2g} (rank {rank}); not training with it"
         )
 
 
@@ -114,7 +114,7 @@ def check_attention(config: Config, world: World) -> None:
     if off:
         raise ValueError(
             f"a 2-layer {config.model.architecture} over a ring of {world.ring.size} ranks differs from one process by "
-            f"{worst.max():.2g} of the largest value, first at {names[off[0]]}: attention over the ring is not right here"
+            f"{worst.max():.2g} of the largest value, first at {names[off[0]]}: not training with it"
         )
 
 

@@ -39,12 +39,13 @@ class Place:
 
     @classmethod
     def from_environment(cls) -> "Place":
-        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        return cls(*(int(os.environ.get(name, default)) for name, default in names.items()), _verdict_dir())
-
-
-def _verdict_dir() -> str | None:
-    return os.environ.get(VERDICT_VARIABLE)
+        return cls(
+            rank=int(os.environ.get("RANK", 0)),
+            size=int(os.environ.get("WORLD_SIZE", 1)),
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+            verdict_dir=os.environ.get(VERDICT_VARIABLE),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +127,8 @@ def check_toolchain(device: torch.device) -> None:
     """Refuse a machine that cannot build what is compiled at the start: DeepSpeed's CPU op, Triton's launchers."""
     scripts = str(Path(sys.executable).parent)
     paths = os.environ.get("PATH", "").split(os.pathsep)
-    if scripts not in paths:
-        os.environ["PATH"] = os.pathsep.join([scripts, *paths])  # ninja lies beside an interpreter that was not activated
+    if scripts not in paths:  # ninja lies beside the interpreter, which need not be an activated one
+        os.environ["PATH"] = os.pathsep.join([scripts, *paths])
     compilers = (os.environ.get("CXX"), "g++", "c++") if device.type == "cpu" else (os.environ.get("CC"), "gcc", "cc")
     user = "DeepSpeed" if device.type == "cpu" else "Triton"
     if not any(name and shutil.which(name) for name in compilers):
