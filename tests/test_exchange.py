@@ -1,0 +1,69 @@
+"""The watcher that keeps the time of messages on CUDA streams, and ranks played in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from ringflash import exchange
+
+
+class Work:
+    """A message of torch.distributed that is done when told so."""
+
+    def __init__(self, *, done: bool) -> None:
+        self.done = done
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def batch(work: Work, timeout_s: float) -> exchange.Batch:
+    return exchange.Batch([work], ["keys and values for hop 3: receiving from rank 5"], 6, timeout_s, True)
+
+
+def test_R99_the_watcher_tells_of_a_late_message_with_peer_and_hop(monkeypatch):
+    monkeypatch.setattr(exchange, "WATCH_S", 0.02)
+    told: list[str] = []
+    heard = threading.Event()
+
+    def fail(message: str) -> None:
+        told.append(message)
+        heard.set()
+
+    watcher = exchange.Watcher(fail)
+    late = Work(done=False)
+    watcher.watch(batch(Work(done=True), 0.05))
+    watcher.watch(batch(late, 0.2))
+    assert not heard.wait(0.1)
+    assert heard.wait(5)
+    late.done = True
+    assert "rank 6" in told[0] and "hop 3" in told[0] and "rank 5" in told[0] and "timeout_s=0.2" in told[0]
+
+
+def test_the_watcher_is_silent_about_messages_in_time(monkeypatch):
+    monkeypatch.setattr(exchange, "WATCH_S", 0.02)
+    told: list[str] = []
+    watcher, work = exchange.Watcher(told.append), Work(done=False)
+    for _ in range(3):
+        watcher.watch(batch(work, 0.3))
+        time.sleep(0.05)
+    work.done = True
+    time.sleep(0.5)
+    assert not told
+
+
+def test_a_failing_rank_ends_the_play_with_its_own_error():
+    def body(transport: exchange.Transport) -> None:
+        if transport.rank == 2:
+            raise ValueError("boom")
+        one = torch.zeros(1)
+        transport.post({(transport.rank + 1) % 3: one}, {(transport.rank - 1) % 3: one.clone()}, "a message").wait()
+
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="boom"):
+        exchange.play(3, body)
+    assert time.monotonic() - started < 10
