@@ -27,17 +27,22 @@ def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int
         return f"kernel 'triton' needs the package triton ({error}); kernel='eager' needs nothing"
     interpreted = triton.knobs.runtime.interpret
     if q.device.type != "cuda" and not interpreted:
-        return f"kernel 'triton' needs CUDA or ROCm tensors, or TRITON_INTERPRET=1; q is on {q.device}; kernel='eager' runs there"
+        return f"kernel 'triton' needs a GPU, or TRITON_INTERPRET=1; q is on {q.device}, where kernel='eager' runs"
     if q.shape[3] not in HEAD_DIMS:
         return f"kernel 'triton' needs a head dimension in {HEAD_DIMS}, got {q.shape[3]}"
-    if q.dtype == torch.bfloat16 and not interpreted and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return f"kernel 'triton' needs compute capability 8.0 for bfloat16, got {torch.cuda.get_device_capability(q.device)}"
+    if q.device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(q.device)
+        if capability < (8, 0):
+            return (
+                f"kernel 'triton' needs compute capability 8.0, {q.device} has {capability}; kernel='eager' runs there"
+            )
     return None
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: View, state: State, *, scale: float, first: bool, last: bool
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: View, state: State, *,
+    scale: float, first: bool, last: bool,
+) -> None:  # fmt: skip
     """See `kernels.Kernel.forward`."""
     from . import launch
 

@@ -19,7 +19,7 @@ def row_sums(
     out, dout, dlse, delta, dlse_b, dlse_h, dlse_l, num_tiles, num_heads, num_rows,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum over D of out * dout, minus dlse (None: 0; else its pointer and its three strides), in fp32 [B, H, L]."""
+    """delta = sum over D of out * dout, minus dlse, in fp32 [B, H, L]. dlse: None, or a pointer with three strides."""
     row = tl.program_id(0) % num_tiles * BQ
     i_bh = tl.program_id(0) // num_tiles
     i_b, i_h = i_bh // num_heads, i_bh % num_heads
@@ -54,26 +54,24 @@ def _keys_step(
     MASK: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one query tile to dk and dv of one key tile; without MASK the tile is full and seen whole."""
-    row = i_q * BQ
-    o_q = tl.arange(0, BQ)
+    row, count = i_q * BQ, BQ
     if MASK:
         start, _, count = tile_of(q_tiles, i_q)
         if RAGGED:
             row = start
-        m_q = o_q < count
-        b_lo = tl.load(lo + row + o_q, mask=m_q, other=0)
-        b_hi = tl.load(hi + row + o_q, mask=m_q, other=0)
-        b_lse, b_delta = _rows_of(lse, delta, row, count, BQ)
-    else:
-        b_lse = tl.load(lse + row + o_q) * LOG2E
-        b_delta = tl.load(delta + row + o_q)
+    o_q = tl.arange(0, BQ)
+    m_q = o_q < count
     b_q0 = stream(q_desc0, q, i_b, i_h, row, num_rows, BQ, 0, D0, UPCAST)
     b_s = tl.dot(b_k0, b_q0.T, input_precision=PRECISION)
     if D1:
         b_q1 = stream(q_desc1, q, i_b, i_h, row, num_rows, BQ, D0, D1, UPCAST)
         b_s = tl.dot(b_k1, b_q1.T, b_s, input_precision=PRECISION)
+    b_lse = (tl.load(lse + row + o_q, mask=m_q, other=0.0) if MASK else tl.load(lse + row + o_q)) * LOG2E
     b_p = tl.exp2(b_s * scale_log2 - b_lse[None, :])
     if MASK:
+        # the rows behind `count` and the rows that see nothing (lse = -inf) have no key between lo and hi
+        b_lo = tl.load(lo + row + o_q, mask=m_q, other=0)
+        b_hi = tl.load(hi + row + o_q, mask=m_q, other=0)
         b_p = tl.where((b_key[:, None] >= b_lo[None, :]) & (b_key[:, None] < b_hi[None, :]), b_p, 0.0)
     b_do0 = stream(dout_desc0, dout, i_b, i_h, row, num_rows, BQ, 0, D0, UPCAST)
     b_dv0 = tl.dot(b_p.to(b_do0.dtype), b_do0, b_dv0, input_precision=PRECISION)
@@ -82,6 +80,7 @@ def _keys_step(
         b_do1 = stream(dout_desc1, dout, i_b, i_h, row, num_rows, BQ, D0, D1, UPCAST)
         b_dv1 = tl.dot(b_p.to(b_do1.dtype), b_do1, b_dv1, input_precision=PRECISION)
         b_dp = tl.dot(b_v1, b_do1.T, b_dp, input_precision=PRECISION)
+    b_delta = tl.load(delta + row + o_q, mask=m_q, other=0.0) if MASK else tl.load(delta + row + o_q)
     b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q0.dtype)
     b_dk0 = tl.dot(b_ds, b_q0, b_dk0, input_precision=PRECISION)
     if D1:
@@ -91,8 +90,8 @@ def _keys_step(
 
 @triton.jit
 def keys(
-    q, k, v, dout, q_desc0, q_desc1, dout_desc0, dout_desc1, dk, dv, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale, scale_log2, num_tiles, num_full, num_groups, group, num_rows,
+    q, k, v, dout, q_desc0, q_desc1, dout_desc0, dout_desc1, dk, dv, lse, delta, lo, hi, q_tiles, k_tiles, ranges,
+    order, scale, scale_log2, num_tiles, num_full, num_groups, group, num_rows,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...mask import View
 from . import backward_kernels, forward_kernel
-from .tiling import Card, Tiling, columns, tiling
+from .tiling import HEAD_DIMS, Card, Tiling, columns, tiling  # noqa: F401
 
 LOG2E = 1.4426950408889634
 
@@ -66,15 +66,25 @@ class Side(NamedTuple):
         return cls(bool((counts[:-1] % block).any()), int(counts.sum()) // block)
 
 
+def precision(dtype: torch.dtype) -> str:
+    """How `tl.dot` multiplies. Full fp32 on NVIDIA is three TF32 products (as exact, see cuBLAS and CUTLASS 3xTF32):
+    the FMA form keeps whole tiles in registers and spills tens of kilobytes. AMD has fp32 matrix cores.
+    """
+    if dtype != torch.float32 or interpreting():
+        return "ieee"
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "tf32x3" if card().backend == "cuda" else "ieee"
+
+
 def constants(q: torch.Tensor, tiles: Tiling) -> dict:
     """The compile-time arguments that all attention kernels share."""
     d0, d1 = columns(q.shape[3])
     upcast = interpreting() and q.dtype == torch.bfloat16
-    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return dict(
-        D0=d0, D1=d1, BQ=tiles.block_q, BK=tiles.block_k, UPCAST=upcast, PRECISION="tf32" if tf32 else "ieee",
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+    return {
+        "D0": d0, "D1": d1, "BQ": tiles.block_q, "BK": tiles.block_k, "UPCAST": upcast, "PRECISION": precision(q.dtype),
+        "num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": True,
+    }  # fmt: skip
 
 
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
@@ -88,13 +98,13 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     keys = Side.of(view.k_segments, tile.block_k)
     k_desc, v_desc = descriptors(k, tile.block_k, here), descriptors(v, tile.block_k, here)
     num_tiles = len(table.q_tiles)
-    # a scale of 0 is scores of 0: the sign makes them, and any positive scale keeps them
-    scale_log2, sign = (abs(scale) * LOG2E, 1.0 if scale > 0 else -1.0) if scale else (1.0, 0.0)
+    if scale <= 0.0:  # the kernel wants a positive scale
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     forward_kernel.attend[(num_tiles * batch * heads,)](
         rows_argument(q), rows_argument(k), rows_argument(v), *k_desc, *v_desc,
         rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,
         lo, hi, table.q_tiles, table.k_tiles, table.q_ranges, table.q_order,
-        scale_log2, sign, num_tiles, keys.num_full, heads, heads // groups, num_rows, num_keys,
+        scale * LOG2E, num_tiles, keys.num_full, heads, heads // groups, num_rows, num_keys,
         FIRST=first, LAST=last, RAGGED=keys.ragged, **constants(q, tile),
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """What the Triton kernels share: reading and writing rows of a strided tensor, and the math constants.
 
-A tensor reaches a kernel as the tuple (pointer, batch stride, row stride, head stride), in elements; its innermost stride
-is 1. A head dimension D that is no power of two is two column blocks, D0 and D1 (96 = 64 + 32, 192 = 128 + 64); D1 = 0
-otherwise. Every element offset is 64-bit: an index is widened before it meets a stride. Device code only.
+A tensor reaches a kernel as the tuple (pointer, batch stride, row stride, head stride), in elements; its innermost
+stride is 1. A head dimension D that is no power of two is two column blocks, D0 and D1 (96 = 64 + 32, 192 = 128 + 64);
+D1 = 0 otherwise. Every element offset is 64-bit: an index is widened before it meets a stride. Device code only.
 """
 
 from __future__ import annotations

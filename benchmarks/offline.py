@@ -1,0 +1,168 @@
+"""Compile the Triton kernels for GPUs that are not here, and print what each costs: registers, spills, shared memory.
+
+    python benchmarks/offline.py [ARCH ...]        # default: sm_80 sm_90 sm_100 gfx942
+
+It runs the library's own launch code on small CPU tensors, with a driver that says it is the wanted card, and stops
+before the launch: what is compiled is exactly what that card would run. Called by tests/test_compile.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from ringflash.kernels import State
+from ringflash.kernels.triton import launch
+from ringflash.mask import View, intervals
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # usable by one program
+KERNELS = ("forward", "keys", "queries")
+
+
+class Compiled(NamedTuple):
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_wgmma: int
+    num_tma: int
+    warnings: list[str]
+    narrow_offsets: list[str]  # address computations fed by a 32-bit product of two runtime numbers
+
+
+class OfflineDriver:
+    """As much of a Triton driver as compiling needs."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def narrow_offsets(ttir: str) -> list[str]:
+    """Lines of the IR that add to a pointer a value that depends on a 32-bit product of two values not constant."""
+    constant, tainted, found = set(), set(), []
+    for line in ttir.splitlines():
+        match = re.match(r"\s*(%[\w#:]+) = (\S+) (.*)", line)
+        if not match:
+            continue
+        name, op, rest = match.groups()
+        operands = re.findall(r"%[\w]+", rest)
+        if op == "arith.constant":
+            constant.add(name)
+        wide = not re.search(r"\bi32\b|xi32>", rest.rsplit(":", 1)[-1])
+        product = op == "arith.muli" and not wide and not constant & set(operands)
+        passes_on = op.startswith(("arith.addi", "arith.ext", "tt.splat", "tt.expand_dims", "tt.broadcast"))
+        if product or (passes_on and tainted & set(operands)):
+            tainted.add(name)
+        if op == "tt.addptr" and tainted & set(operands[1:]):
+            found.append(line.strip())
+    return found
+
+
+def _measure(arch: str, kernel, log: str) -> Compiled:
+    asm = kernel.asm
+    if arch.startswith("gfx"):
+        text = asm["amdgcn"]
+        field = lambda name: int(re.search(rf"\.{name}:\s*(\d+)", text).group(1))  # noqa: E731
+        registers, spills = field("vgpr_count"), 4 * field("vgpr_spill_count")
+    else:
+        registers = int(re.search(r"Used (\d+) registers", log).group(1))
+        spills = max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))
+    warnings = sorted(set(re.findall(r".*(?:C75\d\d|warning).*", log)))
+    ptx = asm.get("ptx", "")
+    return Compiled(
+        registers, spills, kernel.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor"),
+        warnings, narrow_offsets(asm["ttir"]),
+    )  # fmt: skip
+
+
+def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
+    """One causal call of the library's launch code whose every stride is as in a large model."""
+    length = 1024
+    q, dout = (torch.empty(1, length, 4, width, dtype=dtype) for _ in "12")
+    k, v = (torch.empty(1, length, 2, width, dtype=dtype) for _ in "12")
+    lse = torch.empty(1, 4, length)
+    segments = np.array([[0, 500], [600, 524]]) if ragged else np.array([[0, length]])
+    view = View(*(x[:length] for x in intervals(length, length, causal=True)), segments, segments)
+    if kernel == "forward":
+        state = State(torch.empty(q.shape), q, lse)
+        launch.forward(q, k, v, view, state, scale=0.1, first=False, last=False)
+    elif kernel == "keys":
+        launch._key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)
+    else:
+        launch._query_gradient(dout, q, k, v, lse, lse, view, torch.empty(q.shape), scale=0.1)
+
+
+def compile_offline(arch: str, width: int, dtype: torch.dtype, kernel: str, ragged: bool = False) -> Compiled:
+    """Compile one kernel ("forward", "keys", "queries") for an arch of TARGETS; raises what the compiler raises."""
+    compiled = []
+    launching = triton.runtime.jit.JITFunction.run
+
+    def compiling(self, *args, warmup, **kwargs):
+        compiled.append(launching(self, *args, warmup=True, **kwargs))
+
+    triton.runtime.driver.set_active(OfflineDriver(TARGETS[arch]))
+    triton.runtime.jit.JITFunction.run = compiling
+    log = io.StringIO()
+    try:
+        with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+            triton.knobs.nvidia.dump_ptxas_log = True
+            triton.knobs.compilation.always_compile = True
+            _call(kernel, width, dtype, ragged)
+    finally:
+        triton.runtime.jit.JITFunction.run = launching
+    return _measure(arch, compiled[0], log.getvalue())
+
+
+def _row(case: tuple) -> str:
+    arch, width, dtype, kernel = case
+    name = f"{arch:7} {kernel:8} D={width:<4} {str(dtype).removeprefix('torch.'):9}"
+    try:
+        got = compile_offline(*case)
+    except Exception as error:
+        return f"{name} FAILED {str(error)[:100]}"
+    fits = "" if got.shared_bytes <= SHARED_BYTES[arch] else "  DOES NOT FIT"
+    return (
+        f"{name} registers {got.registers:3} spill {got.spill_bytes:4} B shared {got.shared_bytes:6} B "
+        f"wgmma {got.num_wgmma:3} tma {got.num_tma:2} {got.warnings} {got.narrow_offsets}{fits}"
+    )
+
+
+def main(arches: list[str]) -> None:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    cases = [
+        (arch, width, dtype, kernel)
+        for arch in arches
+        for dtype in dtypes
+        for width in (launch.HEAD_DIMS if dtype != torch.float16 else (128,))
+        for kernel in KERNELS
+    ]
+    with ProcessPoolExecutor(2) as pool:
+        for row in pool.map(_row, cases):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(TARGETS))
