@@ -46,8 +46,8 @@ def gpu() -> str:
     rows = [[dtype, *(f"{worst[dtype][name]:.1e}" for name in names)] for dtype in sorted(worst, reverse=True)]
     ratios = [max(t["rms_ratio_8_to_1"].values()) for t in result["tests"] if "rms_ratio_8_to_1" in t]
     return (
-        f"The Triton kernels on a GPU: {result['passed']} tests passed, {result['failed']} failed. Largest error against\n"
-        "the fp64 reference, relative to the largest value, over all masks and head dimensions:\n\n"
+        f"The Triton kernels on a GPU: {result['passed']} tests passed, {result['failed']} failed. Largest error\n"
+        "against the fp64 reference, relative to the largest value, over all masks and head dimensions:\n\n"
         + table(["", *names], rows)
         + f"\nRms error of a ring of 8 over that of one rank, bf16, largest of 3 seeds: {max(ratios):.3f}.\n"
         + f"{source(result)}\n"
