@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# what each group has agreed on so far; the group itself is torch's, so there is no object of ours to keep it in
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
+
+@dataclass
+class Agreed:
+    """What the ranks of one group have agreed on so far, and how often they have all met."""
+
+    texts: set[str] = field(default_factory=set)
+    turns: int = 0
+
+
+# the group itself is torch's, so there is no object of ours to keep this in
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreed] = weakref.WeakKeyDictionary()
 
 
 def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
@@ -24,10 +34,10 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
     text: a description of the call, readable: it is shown when ranks differ
     Raises: ValueError naming the odd ranks and both texts; RuntimeError naming ranks that did not come in timeout_s.
     """
-    known = _agreed.setdefault(group, {})
-    if text in known:
+    agreed = _agreed.setdefault(group, Agreed())
+    if text in agreed.texts:
         return
-    turn = known[text] = len(known)
+    turn = agreed.turns
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = distributed_c10d._get_process_group_store(group)
     keys = [f"ringflash/{turn}/{peer}" for peer in range(size)]
@@ -39,6 +49,7 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
         raise RuntimeError(
             f"ringflash: rank {rank} waited timeout_s={timeout_s:g} for rank(s) {missing} to make the same call: {text}"
         ) from error
+    agreed.turns += 1
     texts = [store.get(key).decode() for key in keys]
     if turn:
         # everybody wrote turn t, so everybody has read turn t - 1
@@ -50,3 +61,4 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
             f"ringflash: the ranks of a ring were called with different arguments: "
             f"rank(s) {odd} with [{texts[odd[0]]}], the others with [{common}]"
         )
+    agreed.texts.add(text)

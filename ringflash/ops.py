@@ -118,10 +118,13 @@ def check_kernel(name: str, q: Tensor, k: Tensor, deterministic: bool, ring_size
 
 def describe(q: Tensor, k: Tensor, pieces: tuple[Tensor | None, ...], flags: tuple[object, ...]) -> str:
     """The call as text, equal on all ranks that make the same one."""
-    digest = hashlib.sha256(repr([_content(piece) for piece in pieces]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(b"none" if piece is None else str(list(piece.shape)).encode())
+        digest.update(_content(piece) or b"")
     names = ("causal", "window", "scale", "kernel", "deterministic", "ulysses")
     rest = ", ".join(f"{name}={value}" for name, value in zip(names, flags, strict=True))
-    return f"attention(q {list(q.shape)} {q.dtype}, k {list(k.shape)}, {rest}, layout and documents {digest})"
+    return f"attention(q {list(q.shape)} {q.dtype}, k {list(k.shape)}, {rest}, layout and documents {digest.hexdigest()[:12]})"
 
 
 @torch.library.custom_op("ringflash::attention", mutates_args=())
