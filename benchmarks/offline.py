@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 from ringflash.kernels import State
 from ringflash.kernels.triton import launch
+from ringflash.kernels.triton.tiling import HEAD_DIMS
 from ringflash.mask import View, intervals
 
 TARGETS = {
@@ -110,9 +111,9 @@ def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
         state = State(torch.empty(q.shape), q, lse)
         launch.forward(q, k, v, view, state, scale=0.1, first=False, last=False)
     elif kernel == "keys":
-        launch._key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)
+        launch.key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)
     else:
-        launch._query_gradient(dout, q, k, v, lse, lse, view, torch.empty(q.shape), scale=0.1)
+        launch.query_gradient(dout, q, k, v, lse, lse, view, torch.empty(q.shape), scale=0.1)
 
 
 def compile_offline(arch: str, width: int, dtype: torch.dtype, kernel: str, ragged: bool = False) -> Compiled:
@@ -156,7 +157,7 @@ def main(arches: list[str]) -> None:
         (arch, width, dtype, kernel)
         for arch in arches
         for dtype in dtypes
-        for width in (launch.HEAD_DIMS if dtype != torch.float16 else (128,))
+        for width in (HEAD_DIMS if dtype != torch.float16 else (128,))
         for kernel in KERNELS
     ]
     with ProcessPoolExecutor(2) as pool:

@@ -16,8 +16,6 @@ from .tiling import HEAD_DIMS
 if TYPE_CHECKING:
     from .. import State
 
-MAX_PROGRAMS = 2**31 - 1  # of a grid's first axis, on which everything lies
-
 
 def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:
     """See `kernels.Kernel.refuses`. Always deterministic, any number of hops."""
@@ -66,4 +64,5 @@ def backward(
     from . import launch
 
     with torch.cuda.device_of(q):
-        launch.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale)
+        launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
+        launch.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)

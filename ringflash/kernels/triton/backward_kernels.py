@@ -14,7 +14,7 @@ import triton.language as tl
 from .rows import LOG2E, load, range_of, store, stream, tile_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_heads", "num_rows"])
 def row_sums(
     out, dout, dlse, delta, dlse_b, dlse_h, dlse_l, num_tiles, num_heads, num_rows,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr,
@@ -88,7 +88,7 @@ def _keys_step(
     return b_dk0, b_dk1, b_dv0, b_dv1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_groups", "group", "num_rows"])
 def keys(
     q, k, v, dout, q_desc0, q_desc1, dout_desc0, dout_desc1, dk, dv, lse, delta, lo, hi, q_tiles, k_tiles, ranges,
     order, scale, scale_log2, num_tiles, num_full, num_groups, group, num_rows,
@@ -171,7 +171,7 @@ def _queries_step(
     return b_dq0, b_dq1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "num_keys"])
 def queries(
     q, k, v, dout, k_desc0, k_desc1, v_desc0, v_desc1, dq, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
     scale, scale_log2, num_tiles, num_full, num_heads, group, num_rows, num_keys,
@@ -184,8 +184,6 @@ def queries(
     i_b, i_h = i_bh // num_heads, i_bh % num_heads
     i_g = i_h // group
     v0, w0, w1, v1 = range_of(ranges, i_tile)
-    if v0 == v1:
-        return
     if RAGGED:
         w0, w1 = v0, v0
     else:

@@ -1,7 +1,7 @@
 """The forward kernel: one query tile against the range of visiting key tiles that it sees. Device code only.
 
 One program is one (query tile, batch, head). It loads the carried state, walks its key tiles in one loop, masks only
-the tiles that are not seen whole, and stores the state. Inside, the row maximum is in base 2; at the door lse is natural.
+the tiles that are not seen whole, and stores the state. Inside, lse and maximum are in base 2; at the door natural.
 Sources: FlashAttention-2, arXiv:2307.08691 (loop order, late division); online softmax, arXiv:1805.02867.
 """
 
@@ -31,7 +31,7 @@ def _start(
     return b_acc0, b_acc1, b_max, b_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "num_keys"])
 def attend(
     q, k, v, k_desc0, k_desc1, v_desc0, v_desc1, state, out, lse, lo, hi, q_tiles, k_tiles, ranges, order,
     scale_log2, num_tiles, num_full, num_heads, group, num_rows, num_keys,
@@ -49,9 +49,6 @@ def attend(
     i_b, i_h = i_bh // num_heads, i_bh % num_heads
     i_g = i_h // group
     v0, w0, w1, v1 = range_of(ranges, i_tile)
-    if not (FIRST or LAST):
-        if v0 == v1:  # a `return` needs an `if` of its own  # noqa: SIM102
-            return
     if not RAGGED:
         w1 = tl.minimum(w1, num_full)
     row, _, count = tile_of(q_tiles, i_tile)

@@ -13,9 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...mask import View
 from . import backward_kernels, forward_kernel
-from .tiling import HEAD_DIMS, Card, Tiling, columns, tiling  # noqa: F401
+from .tiling import Card, Tiling, columns, tiling
 
 LOG2E = 1.4426950408889634
+MAX_PROGRAMS = 2**31 - 1  # of a grid's first axis, on which everything lies: the other axes end at 65,535
+DELTA_ROWS = 64  # rows of one program of `row_sums`
 
 
 def interpreting() -> bool:
@@ -28,6 +30,19 @@ def card() -> Card:
         return Card("cuda", 90)
     target = triton.runtime.driver.active.get_current_target()
     return Card(target.backend, target.arch)
+
+
+def precision(dtype: torch.dtype, card: Card) -> str:
+    """How `tl.dot` multiplies.
+
+    fp32 on NVIDIA is three TF32 products, as exact as one in fp32 up to its last bits; the plain form holds whole tiles
+    in registers and spills kilobytes of them. AMD has matrix cores for fp32.
+    """
+    if dtype != torch.float32 or interpreting():
+        return "ieee"
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "tf32x3" if card.backend == "cuda" else "ieee"
 
 
 def rows_argument(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
@@ -54,58 +69,73 @@ def descriptors(x: torch.Tensor, block: int, card: Card) -> tuple[TensorDescript
     return made[0], made[1] if d1 else None
 
 
-class Side(NamedTuple):
-    """The tiles that one kernel walks in its loop: cut regularly or not."""
+class Work(NamedTuple):
+    """What one kernel has to do for one view, without heads and batch.
 
-    ragged: bool  # some tile but the last is short
-    num_full: int  # otherwise: tile i starts at i * block, and so many are full
+    tables: lo, hi, q_tiles, k_tiles, ranges, order, on the device; the last two are those of the kernel's own tiles
+    num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
+    num_full, ragged: of the tiles that the kernel walks in its loop; see `forward_kernel.attend`
+    """
+
+    tiling: Tiling
+    tables: tuple[torch.Tensor, ...]
+    num_tiles: int
+    num_busy: int
+    num_full: int
+    ragged: bool
 
     @classmethod
-    def of(cls, segments, block: int) -> Side:
-        counts = segments[:, 1]
-        return cls(bool((counts[:-1] % block).any()), int(counts.sum()) // block)
+    def of(cls, kernel: str, q: torch.Tensor, view: View) -> Work:
+        tiles = tiling(kernel, q.shape[3], q.element_size(), card())
+        made = view.tiles(tiles.block_q, tiles.block_k, q.device)
+        host = view.tiles(tiles.block_q, tiles.block_k)
+        if kernel == "keys":
+            own, walked, block = (made.k_ranges, made.k_order), view.q_segments, tiles.block_q
+            busy = host.k_ranges[:, 0] < host.k_ranges[:, 3]
+        else:
+            own, walked, block = (made.q_ranges, made.q_order), view.k_segments, tiles.block_k
+            busy = host.q_ranges[:, 0] < host.q_ranges[:, 3]
+        tables = (*view.bounds(q.device), made.q_tiles, made.k_tiles, *own)
+        counts = walked[:, 1]
+        ragged = bool((counts[:-1] % block).any())
+        return cls(tiles, tables, len(busy), int(busy.sum()), int(counts.sum()) // block, ragged)
+
+    def constants(self, q: torch.Tensor) -> dict:
+        """The compile-time arguments that all attention kernels share."""
+        d0, d1 = columns(q.shape[3])
+        block_q, block_k, num_warps, num_stages = self.tiling
+        return {
+            "D0": d0, "D1": d1, "BQ": block_q, "BK": block_k, "RAGGED": self.ragged,
+            "UPCAST": interpreting() and q.dtype == torch.bfloat16, "PRECISION": precision(q.dtype, card()),
+            "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True,
+        }  # fmt: skip
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How `tl.dot` multiplies. Full fp32 on NVIDIA is three TF32 products (as exact, see cuBLAS and CUTLASS 3xTF32):
-    the FMA form keeps whole tiles in registers and spills tens of kilobytes. AMD has fp32 matrix cores.
-    """
-    if dtype != torch.float32 or interpreting():
-        return "ieee"
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return "tf32x3" if card().backend == "cuda" else "ieee"
-
-
-def constants(q: torch.Tensor, tiles: Tiling) -> dict:
-    """The compile-time arguments that all attention kernels share."""
-    d0, d1 = columns(q.shape[3])
-    upcast = interpreting() and q.dtype == torch.bfloat16
-    return {
-        "D0": d0, "D1": d1, "BQ": tiles.block_q, "BK": tiles.block_k, "UPCAST": upcast, "PRECISION": precision(q.dtype),
-        "num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": True,
-    }  # fmt: skip
+def grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
+    programs = num_tiles * batch * heads
+    if programs > MAX_PROGRAMS:
+        raise ValueError(
+            f"{num_tiles} tiles x batch {batch} x {heads} heads are {programs} programs, of at most {MAX_PROGRAMS}"
+        )
+    return (programs,)
 
 
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
     """Launch `forward_kernel.attend`. See `kernels.Kernel.forward`."""
-    batch, num_rows, heads, width = q.shape
+    batch, num_rows, heads, _ = q.shape
     num_keys, groups = k.shape[1:3]
-    here = card()
-    tile = tiling("forward", width, q.element_size(), here)
-    table = view.tiles(tile.block_q, tile.block_k, q.device)
-    lo, hi = view.bounds(q.device)
-    keys = Side.of(view.k_segments, tile.block_k)
-    k_desc, v_desc = descriptors(k, tile.block_k, here), descriptors(v, tile.block_k, here)
-    num_tiles = len(table.q_tiles)
+    work = Work.of("forward", q, view)
+    num_tiles = work.num_tiles if first or last else work.num_busy
+    if not num_tiles:
+        return
     if scale <= 0.0:  # the kernel wants a positive scale
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
-    forward_kernel.attend[(num_tiles * batch * heads,)](
-        rows_argument(q), rows_argument(k), rows_argument(v), *k_desc, *v_desc,
-        rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,
-        lo, hi, table.q_tiles, table.k_tiles, table.q_ranges, table.q_order,
-        scale * LOG2E, num_tiles, keys.num_full, heads, heads // groups, num_rows, num_keys,
-        FIRST=first, LAST=last, RAGGED=keys.ragged, **constants(q, tile),
+    block, here = work.tiling.block_k, card()
+    forward_kernel.attend[grid(num_tiles, batch, heads)](
+        *map(rows_argument, (q, k, v)), *descriptors(k, block, here), *descriptors(v, block, here),
+        rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse, *work.tables,
+        scale * LOG2E, num_tiles, work.num_full, heads, heads // groups, num_rows, num_keys,
+        FIRST=first, LAST=last, **work.constants(q),
     )  # fmt: skip
 
 
@@ -114,52 +144,38 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
     batch, num_rows, heads, width = out.shape
     total = out.new_empty((batch, heads, num_rows), dtype=torch.float32)
     d0, d1 = columns(width)
-    block = 64
-    num_tiles = triton.cdiv(num_rows, block)
-    backward_kernels.row_sums[(num_tiles * batch * heads,)](
-        rows_argument(out), rows_argument(dout), dlse, total, *(dlse.stride() if dlse is not None else (0, 0, 0)),
-        num_tiles, heads, num_rows, D0=d0, D1=d1, BQ=block, num_warps=4,
+    num_tiles = triton.cdiv(num_rows, DELTA_ROWS)
+    backward_kernels.row_sums[grid(num_tiles, batch, heads)](
+        rows_argument(out), rows_argument(dout), dlse, total, *((0, 0, 0) if dlse is None else dlse.stride()),
+        num_tiles, heads, num_rows, D0=d0, D1=d1, BQ=DELTA_ROWS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return total
 
 
-def backward(dout, q, k, v, lse, delta, view: View, dq, dk, dv, *, scale: float) -> None:
-    """Launch `backward_kernels.keys` and `backward_kernels.queries`. See `kernels.Kernel.backward`."""
-    _key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
-    _query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)
-
-
-def _key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float) -> None:
-    batch, num_rows, heads, width = q.shape
+def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float) -> None:
+    """Launch `backward_kernels.keys`: every row of dk and dv is written."""
+    batch, num_rows, heads, _ = q.shape
     groups = k.shape[2]
-    here = card()
-    tile = tiling("keys", width, q.element_size(), here)
-    table = view.tiles(tile.block_q, tile.block_k, q.device)
-    lo, hi = view.bounds(q.device)
-    rows = Side.of(view.q_segments, tile.block_q)
-    descs = descriptors(q, tile.block_q, here) + descriptors(dout, tile.block_q, here)
-    num_tiles = len(table.k_tiles)
-    backward_kernels.keys[(num_tiles * batch * groups,)](
-        *map(rows_argument, (q, k, v, dout)), *descs, rows_argument(dk), rows_argument(dv), lse, delta,
-        lo, hi, table.q_tiles, table.k_tiles, table.k_ranges, table.k_order,
-        scale, scale * LOG2E, num_tiles, rows.num_full, groups, heads // groups, num_rows,
-        RAGGED=rows.ragged, **constants(q, tile),
+    work = Work.of("keys", q, view)
+    block, here = work.tiling.block_q, card()
+    backward_kernels.keys[grid(work.num_tiles, batch, groups)](
+        *map(rows_argument, (q, k, v, dout)), *descriptors(q, block, here), *descriptors(dout, block, here),
+        rows_argument(dk), rows_argument(dv), lse, delta, *work.tables,
+        scale, scale * LOG2E, work.num_tiles, work.num_full, groups, heads // groups, num_rows, **work.constants(q),
     )  # fmt: skip
 
 
-def _query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -> None:
-    batch, num_rows, heads, width = q.shape
+def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -> None:
+    """Launch `backward_kernels.queries`: add to dq."""
+    batch, num_rows, heads, _ = q.shape
     num_keys, groups = k.shape[1:3]
-    here = card()
-    tile = tiling("queries", width, q.element_size(), here)
-    table = view.tiles(tile.block_q, tile.block_k, q.device)
-    lo, hi = view.bounds(q.device)
-    keys = Side.of(view.k_segments, tile.block_k)
-    descs = descriptors(k, tile.block_k, here) + descriptors(v, tile.block_k, here)
-    num_tiles = len(table.q_tiles)
-    backward_kernels.queries[(num_tiles * batch * heads,)](
-        *map(rows_argument, (q, k, v, dout)), *descs, rows_argument(dq), lse, delta,
-        lo, hi, table.q_tiles, table.k_tiles, table.q_ranges, table.q_order,
-        scale, scale * LOG2E, num_tiles, keys.num_full, heads, heads // groups, num_rows, num_keys,
-        RAGGED=keys.ragged, **constants(q, tile),
+    work = Work.of("queries", q, view)
+    if not work.num_busy:
+        return
+    block, here = work.tiling.block_k, card()
+    backward_kernels.queries[grid(work.num_busy, batch, heads)](
+        *map(rows_argument, (q, k, v, dout)), *descriptors(k, block, here), *descriptors(v, block, here),
+        rows_argument(dq), lse, delta, *work.tables,
+        scale, scale * LOG2E, work.num_busy, work.num_full, heads, heads // groups, num_rows, num_keys,
+        **work.constants(q),
     )  # fmt: skip
