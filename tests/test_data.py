@@ -177,7 +177,7 @@ def test_tokenizer_that_does_not_fit_the_model_names_both_sizes(tmp_path):
     folder = folder_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"has 5 token ids, model.config.vocab_size = 4 holds fewer: at least 5"):
         data.tokenizer_of(Data(path="x", tokenizer=folder), 4)
-    with pytest.raises(ValueError, match="258 token ids, model.config.vocab_size = 257"):
+    with pytest.raises(ValueError, match=r"258 token ids, model.config.vocab_size = 257"):
         data.tokenizer_of(Data(path="x"), 257)
 
 

@@ -3,18 +3,22 @@ same batches: each document alone, transformers' own attention, no DeepSpeed."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import os
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from train import data, loop, model, world
+import ringflash
+from ringflash import ring
+from train import data, engine, loop, model, probe, world
 from train.config import Config
 from train.engine import learning_rate, optimizer_of
 
@@ -42,20 +46,20 @@ OPTIMIZERS = {
 
 
 def config_of(
-    folder: Path | str, *, mesh: tuple[int, int, int] = (1, 1, 1), zero: int = 0, optimizer: str = "sgd", **changes: Any
+    folder: Path | str, *, mesh: tuple[int, int, int] = (1, 1, 1), zero: int = 0, optimizer: Any = "sgd", **changes: Any
 ) -> Config:
-    """A tiny run over mesh = (data, ring, ulysses). changes: section -> keys."""
-    data_size, ring, ulysses = mesh
+    """A tiny run over mesh = (data, ring, ulysses). optimizer: one of OPTIMIZERS, or the keys; changes: section -> keys."""
+    data_size, ring_size, ulysses = mesh
     tables: dict[str, Any] = {
         "model": {"architecture": "llama", "dtype": "float32", "config": LLAMA},
         "data": {"path": str(folder)},
         "sequence": {"length": LENGTH, "layout": "zigzag"},
-        "parallel": {"ring": ring, "ulysses": ulysses, "data": data_size, "zero": zero},
-        "optimizer": OPTIMIZERS[optimizer],
+        "parallel": {"ring": ring_size, "ulysses": ulysses, "data": data_size, "zero": zero},
+        "optimizer": OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
         "train": {"name": "tiny", "steps": STEPS, "global_batch": GLOBAL_BATCH, "seed": 3, "self_test": False},
         "memory": {"checkpoint": "selective", "loss_chunk": 5},
         "metrics": {"wandb": "disabled", "dir": str(folder)},
-        "launch": {"processes_per_node": data_size * ring * ulysses},
+        "launch": {"processes_per_node": data_size * ring_size * ulysses},
     }
     for section, keys in changes.items():
         tables[section] = tables.get(section, {}) | keys
@@ -83,8 +87,8 @@ def sequences_of(config: Config) -> Any:
 def batches_of(config: Config, labels: str) -> list[list[data.Sequence]]:
     """The global batches of all steps, with the labels of a case kept.
 
-    sparse: nine of ten labels are ignored in the first sequence (one rank's, if data is split) and in the first and last
-        eighth of the others (one rank's, in a zigzag of 4); one: a single label is left in the whole batch
+    sparse: nine of ten labels are ignored in the first sequence (one rank's, if data is split) and in the first and
+        last eighth of the others (one rank's, in a zigzag of 4); one: a single label is left in the whole batch
     mixed: the one and the other in turns; none: no label at all
     """
     stream = sequences_of(config)
@@ -106,7 +110,7 @@ def _ignore(sequence: data.Sequence, kind: str, index: int) -> data.Sequence:
 
 
 @functools.cache
-def joined(ring: int, ulysses: int, layout: str, size: int) -> world.World:
+def joined(ring_size: int, ulysses: int, layout: str, size: int) -> world.World:
     """The groups of a mesh, made once in each process."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     device = torch.device("cpu")
@@ -154,7 +158,8 @@ def train_alone(config: Config, labels: str) -> dict[str, Any]:
     result: dict[str, Any] = {"loss": [], "grad_norm": []}
     for step, batch in enumerate(batches_of(config, labels), 1):
         valid = max(sum(sequence.valid_targets for sequence in batch), 1)
-        loss = sum(_loss_alone(decoder, sequence) for sequence in batch) / valid
+        documents = config.data.document_mask
+        loss = sum(_loss_alone(decoder, sequence, documents=documents) for sequence in batch) / valid
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters()])
         if config.optimizer.clip_norm:
@@ -165,14 +170,42 @@ def train_alone(config: Config, labels: str) -> dict[str, Any]:
         result["loss"].append(loss.item())
         result["grad_norm"].append(norm.item())
     result["weights"] = {name: w.detach().clone() for name, w in decoder.named_parameters()}
-    return copy.deepcopy(result)
+    return result
 
 
-def _loss_alone(decoder: Any, sequence: data.Sequence) -> torch.Tensor:
-    """The sum of the losses of a packed sequence, each document on its own."""
+def _loss_alone(decoder: Any, sequence: data.Sequence, *, documents: bool) -> torch.Tensor:
+    """The sum of the losses of a packed sequence, each document on its own, or all of it as one."""
     total = torch.zeros(())
-    for start, stop in zip(sequence.cu_seqlens, sequence.cu_seqlens[1:], strict=False):
+    borders = sequence.cu_seqlens if documents else [0, sequence.cu_seqlens[-1]]
+    for start, stop in pairwise(borders):
         ids, labels = (torch.from_numpy(x[start:stop]) for x in (sequence.ids, sequence.labels))
         logits = decoder(ids[None], use_cache=False).logits[0]
         total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=data.IGNORED, reduction="sum")
     return total
+
+
+def probe_gradient(config: Config, fault: str | None) -> None:
+    """Body: the gradient probe of an engine with a fault: the loss scaled by the ring, or one rank's gradient lost."""
+    joined_world = join(config)
+    backward = engine.Engine.backward
+
+    def faulty(self: engine.Engine, loss_sum: torch.Tensor, *, valid_targets: int) -> None:
+        factor = {"scaled": config.sequence_parallel, "lost": int(joined_world.rank != 1), None: 1}[fault]
+        backward(self, loss_sum * factor, valid_targets=valid_targets)
+
+    with patch.object(engine.Engine, "backward", faulty):
+        probe.check_gradient(config, joined_world)
+
+
+def probe_attention(config: Config, fault: str | None) -> None:
+    """Body: the attention probe on a ring with a fault: local positions instead of global ones, or keys that stay."""
+    joined_world = join(config)
+    ringflash.hf.register(joined_world.ring, name=model.ATTENTION)
+    with ExitStack() as faults:
+        if fault == "positions":
+            local = property(lambda layout: torch.arange(layout.local_len))
+            faults.enter_context(patch.object(ringflash.Layout, "position_ids", local))
+        if fault == "keys":
+            stay = lambda k, v, hops, transport: ((k, v) for _ in hops)  # noqa: E731
+            faults.enter_context(patch.object(ring, "_visits", stay))
+        probe.check_attention(config, joined_world)
