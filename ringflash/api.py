@@ -80,7 +80,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
             raise TypeError(f"{name} is {type(x).__name__}; it must be a tensor")
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, tokens, heads, head dimension]")
-    if torch.is_autocast_enabled(q.device.type):
+    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v
@@ -89,7 +89,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
 def kernel_of(name: str, q: torch.Tensor) -> str:
     """The kernel that a call will use: the named one, or "auto" resolved by device. The op asks whether it can."""
     if name == "auto":
-        name = "eager" if q.device.type == "cpu" else "triton"
+        name = "eager" if q.device.type in ("cpu", "meta") else "triton"
     if name not in KERNELS:
         raise ValueError(f"kernel={name!r} is unknown; it must be auto or one of {', '.join(KERNELS)}")
     return name

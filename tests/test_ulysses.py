@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from worlds import equals_reference, told
 from test_layouts import ring_at
+from worlds import equals_reference, told
 
 import ringflash
 from ringflash import LAYOUTS, exchange, ulysses
