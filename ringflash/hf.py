@@ -109,15 +109,15 @@ class _Implementation:
     ) -> None:  # fmt: skip
         """No mask tensor is ever built: the layout has the mask. Raises where the model's own mask would be another.
 
-        building: how transformers would build the tensor; of it config, local_size, use_vmap, q_offset, kv_offset count
+        building: how transformers would build the tensor; of it config, local_size and use_vmap count
         """
         layers = f"every layer of {type(building.get('config')).__name__}"
         if attention_mask is not None:
             _check_mask(layers, attention_mask, q_length)
-        if q_length != kv_length or building.get("q_offset", 0) or building.get("kv_offset", 0):
+        if q_length != kv_length:
             raise ValueError(
-                f"{layers}: the key/value cache already holds keys: {q_length} queries would see {kv_length}; call the "
-                "model with use_cache=False and without a cache"
+                f"{layers}: the key/value cache makes {kv_length} keys of {q_length} queries; call the model "
+                "without a cache and with use_cache=False"
             )
         _check_rule(layers, mask_function, building.get("local_size"), building.get("use_vmap", False))
 

@@ -89,7 +89,10 @@ def test_R68_a_config_that_a_ring_cannot_honour_is_refused(case, ring):
 
 
 def test_dropout_rests_outside_training(ring):
-    on_ring("llama", ring, attention_dropout=0.1).eval()(sample()[0])
+    ringflash.hf.register(ring)
+    heads = torch.randn(1, 2, SEQ, 16)
+    given = {"dropout": 0.5, "position_ids": torch.arange(SEQ)[None]}
+    AttentionInterface()["ring"](layer(training=False), heads, heads, heads, None, **given)
 
 
 def test_yarn_is_let_pass(ring):
@@ -97,13 +100,25 @@ def test_yarn_is_let_pass(ring):
     on_ring("llama", ring, rope_parameters=rope)(sample()[0])
 
 
-def test_a_cache_that_holds_keys_is_refused(ring):
+@pytest.mark.parametrize("cache", ["filled", "static"])
+def test_a_cache_that_has_other_keys_is_refused(cache, ring):
     ids, _ = sample()
     model = on_ring("gemma3", ring, use_cache=True).eval()
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     filled = model(ids[:, :-2])[name]
+    given = {"filled": filled, "static": transformers.StaticCache(config=model.config, max_cache_len=SEQ)}[cache]
     with pytest.raises(ValueError, match="every layer of Gemma3TextConfig: the key/value cache"):
-        model(ids[:, -2:], **{name: filled})
+        model(ids[:, -2:], **{name: given})
+
+
+def test_positions_are_checked_again_with_another_layout(ring):
+    ids, _ = sample()
+    model = on_ring("llama", ring)
+    layout = ring.layout(SEQ, cu_seqlens=[0, 50, SEQ])
+    positions = layout.position_ids[None]
+    model(ids, position_ids=positions, layout=layout)
+    with pytest.raises(ValueError, match=r"layer 0 .*: without layout= position_ids .*got 0 out of place"):
+        model(ids, position_ids=positions)
 
 
 FULL, SLIDING = ({"layer_types": [f"{kind}_attention"] * 8} for kind in ("full", "sliding"))
