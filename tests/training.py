@@ -48,7 +48,7 @@ OPTIMIZERS = {
 def config_of(
     folder: Path | str, *, mesh: tuple[int, int, int] = (1, 1, 1), zero: int = 0, optimizer: Any = "sgd", **changes: Any
 ) -> Config:
-    """A tiny run over mesh = (data, ring, ulysses). optimizer: one of OPTIMIZERS, or the keys; changes: section -> keys."""
+    """A tiny run over mesh = (data, ring, ulysses). optimizer: one of OPTIMIZERS, or keys; changes: section -> keys."""
     data_size, ring_size, ulysses = mesh
     tables: dict[str, Any] = {
         "model": {"architecture": "llama", "dtype": "float32", "config": LLAMA},
@@ -115,9 +115,8 @@ def joined(ring_size: int, ulysses: int, layout: str, size: int) -> world.World:
     os.environ["DS_ACCELERATOR"] = "cpu"
     device = torch.device("cpu")
     world.check_toolchain(device)
-    config = config_of(
-        ".", mesh=(size // (ring * ulysses), ring, ulysses), sequence={"length": LENGTH, "layout": layout}
-    )
+    mesh = size // (ring_size * ulysses), ring_size, ulysses
+    config = config_of(".", mesh=mesh, sequence={"length": LENGTH, "layout": layout})
     return world.connect(config, device)
 
 
@@ -184,8 +183,8 @@ def _loss_alone(decoder: Any, sequence: data.Sequence, *, documents: bool) -> to
     return total
 
 
-def probe_gradient(config: Config, fault: str | None) -> None:
-    """Body: the gradient probe of an engine with a fault: the loss scaled by the ring, or one rank's gradient lost."""
+def probe_gradient(config: Config, fault: str | None) -> str | None:
+    """Body: what the gradient probe says of an engine that scales the loss by the ring, or loses one rank's gradient."""
     joined_world = join(config)
     backward = engine.Engine.backward
 
@@ -194,11 +193,11 @@ def probe_gradient(config: Config, fault: str | None) -> None:
         backward(self, loss_sum * factor, valid_targets=valid_targets)
 
     with patch.object(engine.Engine, "backward", faulty):
-        probe.check_gradient(config, joined_world)
+        return _refusal(probe.check_gradient, config, joined_world)
 
 
-def probe_attention(config: Config, fault: str | None) -> None:
-    """Body: the attention probe on a ring with a fault: local positions instead of global ones, or keys that stay."""
+def probe_attention(config: Config, fault: str | None) -> str | None:
+    """Body: what the attention probe says of a ring with local positions, or one whose keys stay where they are."""
     joined_world = join(config)
     ringflash.hf.register(joined_world.ring, name=model.ATTENTION)
     with ExitStack() as faults:
@@ -208,4 +207,12 @@ def probe_attention(config: Config, fault: str | None) -> None:
         if fault == "keys":
             stay = lambda k, v, hops, transport: ((k, v) for _ in hops)  # noqa: E731
             faults.enter_context(patch.object(ring, "_visits", stay))
-        probe.check_attention(config, joined_world)
+        return _refusal(probe.check_attention, config, joined_world)
+
+
+def _refusal(check: Any, *args: Any) -> str | None:
+    try:
+        check(*args)
+    except ValueError as error:
+        return str(error)
+    return None

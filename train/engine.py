@@ -1,7 +1,7 @@
 """DeepSpeed: its config made from ours, the scale of the loss, the gradient norm. No other file knows DeepSpeed.
 
-All ranks, data x ring x Ulysses, are one ZeRO world. DeepSpeed averages gradients over ranks and accumulation steps; the
-loss is scaled so that what remains is the gradient of the mean over all valid targets. Called by `loop` and `probe`.
+All ranks, data x ring x Ulysses, are one ZeRO world. DeepSpeed averages gradients over ranks and accumulation steps;
+the loss is scaled so that what remains is the gradient of the mean over all valid targets. Called by `loop`, `probe`.
 """
 
 import logging
@@ -70,14 +70,14 @@ class Engine:
         return self._engine.module
 
     def backward(self, loss_sum: Tensor, *, valid_targets: int) -> None:
-        """One micro-batch. loss_sum: scalar, over this rank's tokens; valid_targets: of all ranks in the whole window."""
+        """One micro-batch. loss_sum: scalar, over this rank's tokens; valid_targets: of all ranks, whole window."""
         scale = self._num_ranks * self._accumulation / max(valid_targets, 1)
         self._engine.backward(loss_sum * scale)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
 
     def step(self, lr: float) -> float:
-        """Update the weights after the last micro-batch of a window; returns the global gradient norm before clipping."""
+        """Update the weights after the last micro-batch of a window; returns the gradient norm before clipping."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         norm = None

@@ -58,7 +58,7 @@ def config_of(model: Model) -> Any:
     config = AutoConfig.for_model(model.architecture, **model.config)
     if getattr(config, "final_logit_softcapping", None):
         raise ValueError(
-            f"model.config.final_logit_softcapping = {config.final_logit_softcapping}: the chunked loss has no softcap, "
+            f"model.config.final_logit_softcapping = {config.final_logit_softcapping}: the chunked loss caps none, "
             "leave it out"
         )
     return config

@@ -68,8 +68,8 @@ def check_gradient(config: Config, world: World) -> None:
     if not (worst[:, :2] <= TOLERANCE[config.model.dtype]).all():
         rank = int(worst[:, :2].max(1).argmax())
         raise ValueError(
-            f"the engine's gradient is wrong at parallel.zero = {config.parallel.zero} on {world.size} ranks: along the "
-            f"right one it is {worst[rank, 2]:.4g} times as long, its largest error is {worst[rank, 0]:.2g} of the "
+            f"the engine's gradient is wrong at parallel.zero = {config.parallel.zero} on {world.size} ranks: along "
+            f"the right one it is {worst[rank, 2]:.4g} times as long, its largest error is {worst[rank, 0]:.2g} of the "
             f"largest value, its reported norm is off by {worst[rank, 1]:.2g} (rank {rank}); not training with it"
         )
 
