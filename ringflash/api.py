@@ -80,7 +80,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
             raise TypeError(f"{name} is {type(x).__name__}; it must be a tensor")
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, tokens, heads, head dimension]")
-    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # explain takes meta tensors
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v

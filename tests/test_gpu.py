@@ -145,14 +145,13 @@ def test_R08_R39_unequal_lengths_align_to_the_end(kernel, q_len, kv_len):
     q, dout = draw(2, q_len, 4, 64), draw(2, q_len, 4, 64, seed=3)
     k, v = draw(2, kv_len, 2, 64, seed=1), draw(2, kv_len, 2, 64, seed=2)
     got, wanted = of_call(q, k, v, dout, kernel=kernel), want(q, k, v, dout, None)
-    for name in wanted:
-        # one visible key: the gradient is 0 and rounding is all there is
-        bound = TOLERANCE[torch.float32] * max(
-            1.0, float(wanted[name].nan_to_num(0, 0, 0).abs().max()) if q_len else 1.0
-        )
-        finite = wanted[name].isfinite()
+    for name, dense in wanted.items():
+        dense, finite = dense.detach(), dense.detach().isfinite()
         assert torch.equal(got[name].isfinite(), finite), name
-        assert not q_len or ((got[name] - wanted[name])[finite].abs() <= bound).all(), name
+        if finite.any():
+            # with one visible key the gradient is 0 and rounding is all there is
+            bound = TOLERANCE[torch.float32] * max(1.0, dense[finite].abs().max().item())
+            assert ((got[name].detach() - dense)[finite].abs() <= bound).all(), name
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
