@@ -1,4 +1,4 @@
-"""`ringflash.attention` as torch sees it: under autocast, no_grad, checkpointing and compile; and what explain tells."""
+"""`ringflash.attention` as torch sees it: autocast, no_grad, checkpointing, compile; and what explain tells."""
 
 from __future__ import annotations
 
