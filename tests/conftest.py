@@ -41,6 +41,14 @@ def pool() -> Iterator[Callable[[int], World]]:
         one.close()
 
 
+@pytest.fixture(scope="session")
+def gpus() -> Iterator[World]:
+    """One NCCL world of all GPUs of this host, a rank each."""
+    world = World(torch.cuda.device_count(), "nccl")
+    yield world
+    world.close()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", help="write outcomes and recorded errors to this JSON file")
     parser.addoption("--commit", help="the commit that is tested, where the checkout has no git history")

@@ -1,4 +1,4 @@
-"""Persistent worlds of gloo processes: started once a world size, cases are sent to them.
+"""Persistent worlds of processes, gloo or NCCL: started once a world size, cases are sent to them.
 
     results = pool(4)(body, *args)     # body(*args) on every rank of a world of 4; one result a rank
     outcomes = pool(4).outcomes(...)   # the same, but what a rank raised comes back instead of being raised here
@@ -20,10 +20,10 @@ CASE_S = 150.0  # a case that takes longer hangs
 
 
 class World:
-    """`size` processes that share a gloo group and run one case after another."""
+    """`size` processes that share a group and run one case after another; with NCCL each has a GPU."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self._workers: list[tuple[Any, Any]] = []
 
     def __call__(self, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -51,7 +51,7 @@ class World:
             port = probe.getsockname()[1]
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.size, port, there), daemon=True)
+            process = context.Process(target=_work, args=(rank, self.size, self.backend, port, there), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -74,14 +74,16 @@ class World:
         self._workers = []
 
 
-def _work(rank: int, size: int, port: int, pipe: Any) -> None:
+def _work(rank: int, size: int, backend: str, port: int, pipe: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ["LOCAL_RANK"] = str(rank)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, rank=rank, world_size=size)
     while True:
         try:
             body, args = pipe.recv()

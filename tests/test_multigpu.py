@@ -1,0 +1,105 @@
+"""Real rings over NCCL: run with `pytest -m multigpu` on a host with several GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TOLERANCE, error
+from masks import MASKS
+
+import ringflash
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs several GPUs"),
+]
+NAMES = ("out", "lse", "dq", "dk", "dv")
+SEQ_LEN = 1536
+
+
+def over_nccl(mask: str, layout: str, num_ulysses: int, dtype: torch.dtype, width: int) -> dict[str, float]:
+    """Largest relative errors of one call over all GPUs against the fp64 reference."""
+    return errors_of(ringflash.Ring(layout=layout, ulysses=num_ulysses), MASKS[mask](SEQ_LEN), dtype, width)
+
+
+def errors_of(ring: ringflash.Ring, masks: dict, dtype: torch.dtype, width: int) -> dict[str, float]:
+    shapes = [(1, SEQ_LEN, heads, width) for heads in (8, 4, 4, 8)]
+    generator = torch.Generator().manual_seed(1)  # the same numbers on every rank
+    q, k, v, dout = (torch.randn(shape, generator=generator).cuda().to(dtype) for shape in shapes)
+    for_call = {name: value for name, value in masks.items() if name == "window"}
+    layout = ring.layout(SEQ_LEN, **{name: value for name, value in masks.items() if name != "window"})
+    leaves = [layout.shard(x).requires_grad_() for x in (q, k, v)]
+    out, lse = ringflash.attention(*leaves, layout=layout, return_lse=True, **for_call)
+    grads = torch.autograd.grad(out, leaves, layout.shard(dout))
+    got = [layout.unshard(x.detach(), dim=dim) for x, dim in ((out, 1), (lse, 2), *((grad, 1) for grad in grads))]
+    whole = [x.double().requires_grad_() for x in (q, k, v)]
+    dense, dense_lse = ringflash.reference.attention(*whole, layout=layout, return_lse=True, **for_call)
+    wanted = (dense, dense_lse, *torch.autograd.grad(dense, whole, dout.double()))
+    return {name: error(a, b) for name, a, b in zip(NAMES, got, wanted, strict=True)}
+
+
+def check(outcomes: list[dict[str, float]], dtype: torch.dtype, record) -> None:
+    worst = {name: max(outcome[name] for outcome in outcomes) for name in NAMES}
+    record("errors", {name: float(f"{value:.3g}") for name, value in worst.items()})
+    assert worst["lse"] <= 1e-5 and max(worst.values()) <= TOLERANCE[dtype], worst
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", ringflash.LAYOUTS)
+def test_ring_over_nccl_equals_the_reference(gpus, layout, mask, dtype, record_property):
+    check(gpus(over_nccl, mask, layout, 1, dtype, 64), dtype, record_property)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_ulysses_over_nccl_equals_the_reference(gpus, mask, dtype, record_property):
+    for num_ulysses in {2, gpus.size} - {1}:
+        check(gpus(over_nccl, mask, "zigzag", num_ulysses, dtype, 128), dtype, record_property)
+
+
+def over_a_part() -> dict[str, float]:
+    """Two rings in one world: the even ranks and the odd ones."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    groups = [dist.new_group(list(range(start, size, 2))) for start in range(2)]
+    return errors_of(ringflash.Ring(groups[rank % 2]), {}, torch.bfloat16, 64)
+
+
+def test_R25_rings_in_a_part_of_the_world(gpus, record_property):
+    if gpus.size < 4:
+        pytest.skip("needs 4 GPUs")
+    check(gpus(over_a_part), torch.bfloat16, record_property)
+
+
+def large_blocks() -> float:
+    """64 MiB of keys and values a rank, many times: milliseconds of one forward and backward."""
+    ring = ringflash.Ring()
+    layout = ring.layout(16384 * ring.size)
+    q, k, v = (torch.randn(1, 16384, 8, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    before = None
+    for step in range(12):
+        ringflash.attention(q, k, v, layout=layout).sum().backward()
+        if step == 5:
+            before = torch.cuda.memory_allocated()
+    assert torch.cuda.memory_allocated() == before, "memory grows from step to step"
+    torch.cuda.synchronize()
+    return float(q.grad.isfinite().all())
+
+
+def test_R27_R108_large_blocks_do_not_hang_and_leave_nothing_behind(gpus):
+    assert all(gpus(large_blocks))
+
+
+def odd_one() -> str:
+    """Rank 1 calls with another window: every rank must be told, and by name."""
+    ring = ringflash.Ring()
+    layout = ring.layout(SEQ_LEN)
+    q = torch.zeros(1, layout.local_len, 2, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="rank") as caught:
+        ringflash.attention(q, q, q, layout=layout, window=100 if ring.rank == 1 else 200)
+    return str(caught.value)
+
+
+def test_ranks_called_with_different_arguments_raise_together(gpus):
+    assert all("window=100" in message and "window=200" in message for message in gpus(odd_one))
