@@ -52,6 +52,7 @@ MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "window_of_one": lambda size: {"window": 1},
     "window_both_ways": lambda size: {"causal": False, "window": size // 9},
     "documents": lambda size: {"cu_seqlens": [0, 1, size // 3, size // 3, size - 7, size]},
+    "documents_at_borders": lambda size: {"cu_seqlens": [0, size // 4, size // 2, size]},
     "documents_full": lambda size: {"cu_seqlens": [0, 5, size // 2 + 3, size], "causal": False},
     "documents_window": lambda size: {"cu_seqlens": [0, 5, size // 2 + 3, size], "window": size // 8},
     "padding": lambda size: {"cu_seqlens": [0, 7, size - size // 5]},

@@ -1,0 +1,215 @@
+"""`make mutants`: one-line faults, each of which must turn a named test red. A fault that no test sees is a hole.
+
+Each is put into a copy of the tracked files, never into the checkout. First the named tests must pass without any fault.
+`python tests/mutants.py WORD ...` tries only the faults whose name holds one of the words.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+REPO = Path(__file__).resolve().parent.parent
+LIMIT_S = 400
+PASSED, FAILED = 0, 1  # exit codes of pytest; others mean that it did not run the tests
+
+
+class Fault(NamedTuple):
+    """What is broken: in `file`, `old` (there exactly once) becomes `new`; `test` must fail then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+RING = "tests/test_ring.py::test_ring_equals_the_reference"
+FAULTS = [
+    Fault(
+        "dlse dropped", "ringflash/kernels/eager.py",
+        "return total if dlse is None else total - dlse.float()", "return total",
+        "tests/test_kernels.py::test_either_result_alone_carries_its_gradient[eager-lse]",
+    ),
+    Fault(
+        "local instead of global lse in the backward", "ringflash/kernels/eager.py",
+        "weights = scores.sub_(b_lse).exp_()", "weights = scores.softmax(-1).nan_to_num()",
+        f"{RING}[causal-4-zigzag]",
+    ),
+    Fault(
+        "delta per hop", "ringflash/kernels/eager.py",
+        "(b_dout @ b_v.mT).sub_(b_delta)",
+        "(b_dout @ b_v.mT).sub_((weights * (b_dout @ b_v.mT)).sum(-1, keepdim=True))",
+        f"{RING}[causal-4-zigzag]",
+    ),
+    Fault(
+        "dk, dv not sent home", "ringflash/ring.py",
+        "if hops and hops[-1]:", "if False:",
+        f"{RING}[causal-3-contiguous]",
+    ),
+    Fault(
+        "state rounded to bf16 each hop", "ringflash/ring.py",
+        "acc = out if q.dtype == torch.float32 else", "acc = out if True else",
+        "tests/test_ring.py::test_the_error_of_bf16_does_not_grow_with_the_ring[zigzag-0]",
+    ),
+    Fault(
+        "top-left alignment", "ringflash/mask.py",
+        "np.arange(num_queries, dtype=np.int64) + (num_keys - num_queries)", "np.arange(num_queries, dtype=np.int64)",
+        "tests/test_mask.py::test_R39_row_0_of_2_sees_4_of_5_keys",
+    ),
+    Fault(
+        "window ignored in one layer", "ringflash/hf.py",
+        'window=given.get("sliding_window"),', 'window=given.get("sliding_window") if module.layer_idx else None,',
+        "tests/test_hf.py::test_R34_R116_a_model_over_a_ring_is_the_model_on_one_process[mistral-one]",
+    ),
+    Fault(
+        "documents joined at a shard border", "ringflash/ops.py",
+        "cu_seqlens=None if cu_seqlens is None else np.frombuffer(cu_seqlens, np.int32),",
+        "cu_seqlens=None if cu_seqlens is None else np.array([x for i, x in enumerate(np.frombuffer(cu_seqlens, np.int32))"
+        " if not i or x % (num_queries // 4) or x == num_queries], np.int32),",
+        "tests/test_world.py::test_every_mask_over_4_processes[contiguous]",
+    ),
+    Fault(
+        "ring turned the other way in the backward", "ringflash/ring.py",
+        'hops[i + 1] - hops[i], f"gradients after', 'hops[i] - hops[i + 1], f"gradients after',
+        f"{RING}[causal-3-contiguous]",
+    ),
+    Fault(
+        "a needless hop sent", "ringflash/mask.py",
+        "hops = tuple(h for h in range(size) if seen[rank, (rank - h) % size].any())", "hops = tuple(range(size))",
+        "tests/test_ring.py::test_keys_and_gradients_make_no_trip_that_nobody_needs",
+    ),
+    Fault(
+        "wait before the kernel", "ringflash/ring.py",
+        """        yield block[0], block[1]
+        if pending is not None:
+            pending.wait()
+            block, spare = spare, block
+""",
+        """        visiting = block
+        if pending is not None:
+            pending.wait()
+            block, spare = spare, block
+        yield visiting[0], visiting[1]
+""",
+        "tests/test_ring.py::test_keys_are_posted_before_the_kernel_and_gradients_travel_under_the_next_one",
+    ),
+    Fault(
+        "unshard's backward not summed", "ringflash/layout.py",
+        "scatter(mine, ranks.float().contiguous(), group=ring.group)", "mine.copy_(ranks.chunk(ring.size)[ring.rank])",
+        "tests/test_layouts.py::test_R37_unshard_is_the_inverse_of_shard_and_its_gradient_is_summed[4-1-zigzag]",
+    ),
+    Fault(
+        "loss scaled by the ring", "train/engine.py",
+        "self._num_ranks = world.size", "self._num_ranks = world.size * world.ring.size",
+        "tests/test_train.py::test_R60_R70_R75_training_equals_one_process[1x4x1-0-sgd-none]",
+    ),
+    Fault(
+        "labels shifted after the cut", "train/model.py",
+        "layout.shard(labels)", "layout.shard(ids).roll(-1, 1)",
+        "tests/test_train.py::test_R60_R70_R75_training_equals_one_process[1x4x1-0-sgd-none]",
+    ),
+    Fault(
+        "gradient of empty rows NaN", "ringflash/kernels/eager.py",
+        "b_lse = b_lse.masked_fill(b_lse == -torch.inf, torch.inf)", "b_lse = b_lse",
+        "tests/test_kernels.py::test_R17_rows_without_keys_put_no_nan_into_the_gradients_of_the_others[eager]",
+    ),
+    Fault(
+        "sub-group rank used as global", "ringflash/exchange.py",
+        "dist.P2POp(start, tensor, group=self.group, group_peer=self.members[peer])",
+        "dist.P2POp(start, tensor, self.members[peer], group=self.group)",
+        "tests/test_world.py::test_R25_sub_groups_are_rings_of_their_own",
+    ),
+    Fault(
+        "ring run again in recompute", "train/model.py",
+        "return CheckpointPolicy.MUST_SAVE", "return CheckpointPolicy.PREFER_RECOMPUTE",
+        "tests/test_model_memory.py::test_R33_rings_that_a_layer_runs_forward",
+    ),
+    # found while the tests were written
+    Fault(
+        "fp32 products cast under autocast", "ringflash/ops.py",
+        "return torch.autocast(q.device.type, enabled=False)", "return torch.no_grad()",
+        "tests/test_op.py::test_R13_under_autocast_inputs_are_cast_and_gradients_come_back_in_their_own_type",
+    ),
+    Fault(
+        "bounds fall behind intervals that reach into the padding", "ringflash/mask.py",
+        "lo = np.minimum(lo, used)", "lo = lo.copy()",
+        "tests/test_mask.py::test_neither_bound_ever_falls",
+    ),
+    Fault(
+        "a key tile visits the padding", "ringflash/mask.py",
+        "sees_some = lo_first < hi_last", "sees_some = lo_first <= hi_last",
+        "tests/test_mask.py::test_a_key_tile_does_not_visit_the_padding_behind_it",
+    ),
+    Fault(
+        "a call that was refused counts as agreed", "ringflash/agreement.py",
+        "    agreed.turns += 1\n", "    agreed.turns += 1\n    agreed.texts.add(text)\n",
+        "tests/test_world.py::test_ranks_called_with_different_arguments_all_raise_and_name_the_odd_one",
+    ),
+    Fault(
+        "another number of documents compiles anew", "ringflash/group.py",
+        "torch._dynamo.maybe_mark_dynamic(x, 0)", "pass",
+        "tests/test_op.py::test_one_compilation_serves_every_batch_of_documents",
+    ),
+]  # fmt: skip
+
+
+def copy(folder: Path) -> None:
+    """The tracked files, as they lie in the checkout."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    for name in listed.split("\0")[:-1]:
+        if (REPO / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((REPO / name).read_bytes())
+
+
+def pytest(folder: Path, *tests: str) -> int:
+    """Run tests in the copy; the exit code, or FAILED if they hang."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        return FAILED
+
+
+def outcome(folder: Path, fault: Fault) -> str:
+    """red: the test saw the fault. Anything else is a hole."""
+    path = folder / fault.file
+    source = path.read_text()
+    if source.count(fault.old) != 1:
+        return f"NOT APPLIED: the old text is there {source.count(fault.old)} times"
+    path.write_text(source.replace(fault.old, fault.new))
+    code = pytest(folder, fault.test)
+    path.write_text(source)
+    return {FAILED: "red", PASSED: "SURVIVED"}.get(code, f"NOT RUN: pytest ended with {code}")
+
+
+def main(words: list[str]) -> int:
+    faults = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy(folder)
+        if pytest(folder, *sorted({fault.test for fault in faults})) != PASSED:
+            print("the named tests do not pass without a fault")
+            return 1
+        holes = 0
+        for fault in faults:
+            began = time.monotonic()
+            result = outcome(folder, fault)
+            holes += result != "red"
+            print(
+                f"{result:<10} {time.monotonic() - began:5.0f} s  {fault.name:<60} {fault.test.split('::')[-1]}",
+                flush=True,
+            )
+    print(f"{len(faults) - holes} of {len(faults)} faults are seen")
+    return 1 if holes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
