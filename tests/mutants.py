@@ -1,6 +1,6 @@
 """`make mutants`: one-line faults, each of which must turn a named test red. A fault that no test sees is a hole.
 
-Each is put into a copy of the tracked files, never into the checkout. First the named tests must pass without any fault.
+Each is put into a copy of the tracked files, never into the checkout. First the named tests must pass without one.
 `python tests/mutants.py WORD ...` tries only the faults whose name holds one of the words.
 """
 
@@ -70,7 +70,8 @@ FAULTS = [
     Fault(
         "documents joined at a shard border", "ringflash/ops.py",
         "cu_seqlens=None if cu_seqlens is None else np.frombuffer(cu_seqlens, np.int32),",
-        "cu_seqlens=None if cu_seqlens is None else np.array([x for i, x in enumerate(np.frombuffer(cu_seqlens, np.int32))"
+        "cu_seqlens=None if cu_seqlens is None else np.array([x for i, x in"
+        " enumerate(np.frombuffer(cu_seqlens, np.int32))"
         " if not i or x % (num_queries // 4) or x == num_queries], np.int32),",
         "tests/test_world.py::test_every_mask_over_4_processes[contiguous]",
     ),
@@ -110,8 +111,9 @@ FAULTS = [
         "tests/test_train.py::test_R60_R70_R75_training_equals_one_process[1x4x1-0-sgd-none]",
     ),
     Fault(
-        "labels shifted after the cut", "train/model.py",
-        "layout.shard(labels)", "layout.shard(ids).roll(-1, 1)",
+        "labels shifted after the cut", "train/loop.py",
+        "layout.shard(labels), layout)",
+        "torch.where(layout.shard(labels) < 0, -100, layout.shard(ids).roll(-1, 1)), layout)",
         "tests/test_train.py::test_R60_R70_R75_training_equals_one_process[1x4x1-0-sgd-none]",
     ),
     Fault(
