@@ -47,3 +47,92 @@ def test_R60_R70_R75_training_equals_one_process(pool, texts, alone, mesh, zero,
             assert error(got["weights"][name], weight) <= 1e-5, name
         else:
             assert (got["weights"][name] - weight).abs().max() <= 2 * config.optimizer.lr, name
+
+
+def test_R59_without_any_label_nothing_moves(pool, texts):
+    config = training.config_of(texts, mesh=(1, 4, 1), zero=2)
+    got = pool(4)(training.train, config, "none")[0]
+    before = training.train_alone(config.model_copy(update={"optimizer": config.optimizer}), "none")
+    assert got["loss"] == got["grad_norm"] == [0.0] * training.STEPS
+    assert [record.valid_tokens for record in got["records"]] == [0] * training.STEPS
+    assert [record.step for record in got["records"]] == [1, 2, 3, 4, 5]
+    for name, weight in before["weights"].items():
+        assert (got["weights"][name] == weight).all(), name
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_R71_clipping_by_the_global_norm(pool, texts, zero):
+    """One step of SGD: clipped to half its norm, the update is half as long; the norm is told before clipping."""
+    sgd = {"name": "sgd", "lr": 0.1}
+    free = training.config_of(texts, mesh=(1, 4, 1), zero=zero, optimizer=sgd)
+    norm = training.train_alone(free, "all")["grad_norm"][0]
+    clipped = training.config_of(texts, mesh=(1, 4, 1), zero=zero, optimizer=sgd | {"clip_norm": norm / 2})
+    got = pool(4)(training.train, clipped, "all")[0]
+    want = training.train_alone(clipped, "all")
+    assert got["grad_norm"][0] == pytest.approx(norm, rel=1e-5)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+    for name, weight in want["weights"].items():
+        assert error(got["weights"][name], weight) <= 1e-5, name
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 1), (4, 1, 1)], ids=lambda mesh: "x".join(map(str, mesh)))
+def test_R90_R92_records_count_each_token_once_and_are_equal_on_all_ranks(pool, texts, mesh):
+    config = training.config_of(texts, mesh=mesh, zero=1)
+    results = pool(4)(training.train, config, "sparse")
+    assert all(result["records"] == results[0]["records"] for result in results)
+    for record, batch in zip(results[0]["records"], training.batches_of(config, "sparse"), strict=True):
+        assert record.tokens == record.tokens_seen == sum(sequence.cu_seqlens[-1] for sequence in batch)
+        assert record.valid_tokens == sum(sequence.valid_targets for sequence in batch)
+        assert record.num_gpus == 4
+        assert record.peak_memory_bytes is None
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_R52_another_batch_on_one_rank_stops_all_and_names_it(pool, texts, rank):
+    config = training.config_of(texts, mesh=(1, 4, 1), zero=2)
+    refusals = pool(4)(training.alter, config, rank)
+    assert len(set(refusals)) == 1
+    assert f"rank(s) [{rank}] hold another batch" in refusals[0]
+
+
+def test_micro_batches_of_two_attend_across_documents(pool, texts):
+    config = training.config_of(
+        texts,
+        mesh=(2, 2, 1),
+        zero=1,
+        data={"path": str(texts), "document_mask": False},
+        train={"name": "tiny", "steps": 5, "global_batch": 4, "micro_batch": 2, "seed": 3, "self_test": False},
+    )
+    got, want = pool(4)(training.train, config, "all")[0], training.train_alone(config, "all")
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_tied_embeddings(pool, texts, zero):
+    table = training.LLAMA | {"tie_word_embeddings": True}
+    config = training.config_of(
+        texts, mesh=(1, 4, 1), zero=zero, model={"architecture": "llama", "dtype": "float32", "config": table}
+    )
+    got, want = pool(4)(training.train, config, "sparse")[0], training.train_alone(config, "sparse")
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    for name, weight in want["weights"].items():
+        assert error(got["weights"][name], weight) <= 1e-5, name
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "balanced"])
+def test_layouts_train_alike(pool, texts, alone, layout):
+    config = training.config_of(texts, mesh=(1, 4, 1), zero=2, sequence={"length": training.LENGTH, "layout": layout})
+    got, want = pool(4)(training.train, config, "mixed")[0], alone("sgd", "mixed")
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_R115_bf16_over_gloo_is_near_fp32(pool, texts, alone, zero):
+    config = training.config_of(
+        texts, mesh=(2, 2, 1), zero=zero, model={"architecture": "llama", "dtype": "bfloat16", "config": training.LLAMA}
+    )
+    got, want = pool(4)(training.train, config, "mixed")[0], alone("sgd", "mixed")
+    assert got["loss"] == pytest.approx(want["loss"], rel=3e-2)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-1)

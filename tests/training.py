@@ -184,7 +184,7 @@ def _loss_alone(decoder: Any, sequence: data.Sequence, *, documents: bool) -> to
 
 
 def probe_gradient(config: Config, fault: str | None) -> str | None:
-    """Body: what the gradient probe says of an engine that scales the loss by the ring, or loses one rank's gradient."""
+    """Body: what the gradient probe says of an engine that scales the loss by the ring, or loses a rank's gradient."""
     joined_world = join(config)
     backward = engine.Engine.backward
 
@@ -210,9 +210,25 @@ def probe_attention(config: Config, fault: str | None) -> str | None:
         return _refusal(probe.check_attention, config, joined_world)
 
 
-def _refusal(check: Any, *args: Any) -> str | None:
+def _refusal(check: Any, *args: Any, **options: Any) -> str | None:
     try:
-        check(*args)
+        check(*args, **options)
     except ValueError as error:
         return str(error)
     return None
+
+
+def alter(config: Config, rank: int) -> str | None:
+    """Body: one step in which the batch of one rank differs by one token from that of its ring."""
+    run = loop.prepare(config, join(config))
+    windows = data.windows(
+        sequences_of(config), run.batch, data_rank=run.world.data_rank, data_size=run.world.data_size
+    )
+    window = next(windows)
+    if run.world.rank == rank:
+        changed = window[-1][0].ids.copy()
+        changed[5] += 1
+        window[-1][0] = replace(window[-1][0], ids=changed)
+    refusal = _refusal(loop.train_step, replace(run, windows=iter([window])), 1, tokens_seen=0)
+    run.engine.close()
+    return refusal

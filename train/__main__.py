@@ -3,11 +3,16 @@
 import argparse
 import os
 import sys
+import time
 import traceback
+import warnings
 from collections.abc import Sequence
 
 from . import loop, verdict, world
 from .config import check_paths, load
+
+GRACE_S = 5
+"""How long a refused rank waits for the first rank of its node to say why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change section.key of the file"
     )
     arguments = parser.parse_args(argv)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)  # DeepSpeed uses them
     place = world.Place.from_environment()
     started = False
     try:
@@ -36,12 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(place: world.Place, error: Exception, *, refused: bool) -> None:
-    """Say why: a refusal, which all ranks of a node share, in one sentence of the first one; a failure in full."""
+    """Say why: a failure in full; a refusal in one sentence, which the first rank of a node says for all.
+
+    The others wait, for torchrun ends all ranks once one is gone. A rank that outlives the wait speaks for itself.
+    """
     _leave_verdict(place, ok=False, error=f"{type(error).__name__}: {error}")
     if not refused:
         print(f"rank {place.rank}:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
-    elif place.local_rank == 0:
-        print(f"ringflash: {error}", file=sys.stderr)
+        return
+    if place.local_rank:
+        time.sleep(GRACE_S)
+    print(f"ringflash: {error}", file=sys.stderr)
 
 
 def _leave_verdict(place: world.Place, *, ok: bool, error: str = "") -> None:

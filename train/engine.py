@@ -4,9 +4,11 @@ All ranks, data x ring x Ulysses, are one ZeRO world. DeepSpeed averages gradien
 the loss is scaled so that what remains is the gradient of the mean over all valid targets. Called by `loop`, `probe`.
 """
 
+import io
 import logging
 import math
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -37,17 +39,23 @@ class Engine:
                 "parallel.zero = 0 with model.dtype = 'bfloat16': DeepSpeed would accumulate gradients in bfloat16; "
                 "parallel.zero = 1, 2, 3 or model.dtype = 'float32' is accepted"
             )
-        import deepspeed
-
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer of torch
+        with redirect_stdout(io.StringIO()):  # every rank would print that an op is built
+            self._engine: Any = self._initialize(model, config, batch)
         self._zero = config.parallel.zero
         self._clip_norm = config.optimizer.clip_norm
         self._accumulation = batch.accumulation
         self._num_ranks = world.size
-        self._engine: Any = deepspeed.initialize(
+
+    @staticmethod
+    def _initialize(model: nn.Module, config: Config, batch: Batch) -> Any:
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer of torch
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        return deepspeed.initialize(
             model=model,
             optimizer=optimizer_of(model.parameters(), config.optimizer),
-            config=deepspeed_config(config, batch, numel=sum(p.numel() for p in model.parameters())),
+            config=deepspeed_config(config, batch, numel=numel),
             dist_init_required=False,
         )[0]
 

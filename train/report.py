@@ -76,14 +76,15 @@ def lines(folder: Path, run: Run, difference: float) -> list[str]:
     first, last = run.steps[0], run.steps[-1]
     speeds = sorted(step["tokens_per_s"] for step in run.steps[1:])
     verdict = "the ring changes nothing" if difference <= TOLERANCE else f"MORE THAN {TOLERANCE:g}"
-    tracked = sorted(folder.glob("wandb/offline-run-*")) or ["none: metrics.wandb is not 'offline'"]
+    tracked = [str(path) for path in sorted(folder.glob("wandb/offline-run-*"))] or ["no offline run"]
     return [
-        f"loss           {first['loss']:.4f} -> {last['loss']:.4f} in {last['step']} steps, {last['tokens_seen']:,} tokens",
-        f"speed          {speeds[len(speeds) // 2]:,.0f} tokens/s on {run.header['world_size']} processes (median step)",
-        f"exactness      first {COMPARED_STEPS} losses differ from one process by at most {difference:.1e}: {verdict}",
+        f"loss           {first['loss']:.4f} -> {last['loss']:.4f} in {len(run.steps)} steps, "
+        f"{last['tokens_seen']:,} tokens",
+        f"speed          {speeds[len(speeds) // 2]:,.0f} tokens/s on {run.header['world_size']} processes, median step",
+        f"exactness      first {COMPARED_STEPS} losses within {difference:.1e} of one process: {verdict}",
         f"metrics        {folder / 'metrics.jsonl'}",
         f"picture        {folder / 'report.png'}",
-        f"wandb          {tracked[-1]}  (wandb sync uploads it)",
+        f"wandb          {tracked[-1]}",
         "on 8 GPUs      python -m launch configs/demo.toml --set parallel.ring=8 --set launch.processes_per_node=8",
     ]
 
