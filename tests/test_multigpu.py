@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from conftest import TOLERANCE, error
 from masks import MASKS
+from oracle import NAMES, inputs, want
+from worlds import on_ring
 
 import ringflash
 
@@ -14,7 +16,6 @@ pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs several GPUs"),
 ]
-NAMES = ("out", "lse", "dq", "dk", "dv")
 SEQ_LEN = 1536
 
 
@@ -23,20 +24,10 @@ def over_nccl(mask: str, layout: str, num_ulysses: int, dtype: torch.dtype, widt
     return errors_of(ringflash.Ring(layout=layout, ulysses=num_ulysses), MASKS[mask](SEQ_LEN), dtype, width)
 
 
-def errors_of(ring: ringflash.Ring, masks: dict, dtype: torch.dtype, width: int) -> dict[str, float]:
-    shapes = [(1, SEQ_LEN, heads, width) for heads in (8, 4, 4, 8)]
-    generator = torch.Generator().manual_seed(1)  # the same numbers on every rank
-    q, k, v, dout = (torch.randn(shape, generator=generator).cuda().to(dtype) for shape in shapes)
-    for_call = {name: value for name, value in masks.items() if name == "window"}
-    layout = ring.layout(SEQ_LEN, **{name: value for name, value in masks.items() if name != "window"})
-    leaves = [layout.shard(x).requires_grad_() for x in (q, k, v)]
-    out, lse = ringflash.attention(*leaves, layout=layout, return_lse=True, **for_call)
-    grads = torch.autograd.grad(out, leaves, layout.shard(dout))
-    got = [layout.unshard(x.detach(), dim=dim) for x, dim in ((out, 1), (lse, 2), *((grad, 1) for grad in grads))]
-    whole = [x.double().requires_grad_() for x in (q, k, v)]
-    dense, dense_lse = ringflash.reference.attention(*whole, layout=layout, return_lse=True, **for_call)
-    wanted = (dense, dense_lse, *torch.autograd.grad(dense, whole, dout.double()))
-    return {name: error(a, b) for name, a, b in zip(NAMES, got, wanted, strict=True)}
+def errors_of(ring: ringflash.Ring, given: dict, dtype: torch.dtype, width: int) -> dict[str, float]:
+    tensors = tuple(x.cuda() for x in inputs(SEQ_LEN, heads=8, groups=4, width=width, dtype=dtype))
+    results, wanted = on_ring(ring, tensors, given), want(*tensors, **given)
+    return {name: error(results[name], wanted[name]) for name in NAMES}
 
 
 def check(outcomes: list[dict[str, float]], dtype: torch.dtype, record) -> None:
