@@ -124,7 +124,8 @@ def describe(q: Tensor, k: Tensor, pieces: tuple[Tensor | None, ...], flags: tup
         digest.update(_content(piece) or b"")
     names = ("causal", "window", "scale", "kernel", "deterministic", "ulysses")
     rest = ", ".join(f"{name}={value}" for name, value in zip(names, flags, strict=True))
-    return f"attention(q {list(q.shape)} {q.dtype}, k {list(k.shape)}, {rest}, layout and documents {digest.hexdigest()[:12]})"
+    shapes = f"q {list(q.shape)} {q.dtype}, k {list(k.shape)}"
+    return f"attention({shapes}, {rest}, layout and documents {digest.hexdigest()[:12]})"
 
 
 @torch.library.custom_op("ringflash::attention", mutates_args=())
