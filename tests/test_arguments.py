@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from masks import MASKS
 from oracle import check, got, inputs, want
 from test_layouts import ring_at
 
@@ -215,6 +216,17 @@ def test_the_reference_refuses_a_local_part():
     layout = ring_at(0, 4, "zigzag").layout(64)
     with pytest.raises(ValueError, match="q has 16 tokens and k has 16; the reference takes the whole sequence of 64"):
         ringflash.reference.attention(*inputs(16)[:3], layout=layout)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_reference_takes_the_mask_of_a_layout(name):
+    given = MASKS[name](64)
+    layout = ring_at(1, 4, "zigzag").layout(64, **{key: value for key, value in given.items() if key != "window"})
+    tensors = inputs(64)[:3]
+    for_call = {"window": given["window"]} if "window" in given else {}
+    by_layout = ringflash.reference.attention(*tensors, layout=layout, return_lse=True, **for_call)
+    by_mask = ringflash.reference.attention(*tensors, return_lse=True, **given)
+    assert all(torch.equal(a, b) for a, b in zip(by_layout, by_mask, strict=True))
 
 
 def test_arguments_after_the_tensors_are_named():

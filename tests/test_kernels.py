@@ -163,6 +163,26 @@ def test_either_result_alone_carries_its_gradient(kernel, which):
             assert error(grad, wanted[name]) < 1e-5, name
 
 
+def test_the_gradient_of_a_plain_sum_of_lse(kernel):
+    q, k, v, dout, _ = inputs(40)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    _, lse = ringflash.attention(*leaves, return_lse=True, kernel=kernel)
+    dq, dk = torch.autograd.grad(lse.sum(), leaves[:2])  # dlse is expanded: all strides 0
+    wanted = want(q, k, v, dout * 0, torch.ones(1, 4, 40))
+    assert error(dq, wanted["dq"]) < 1e-5 and error(dk, wanted["dk"]) < 1e-5
+
+
+def test_deterministic_repeats_are_bitwise_equal(kernel):
+    tensors = inputs(SIZE, dtype=torch.bfloat16)
+    first, second = (got(*tensors, kernel=kernel, deterministic=True) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in NAMES)
+
+
+def test_an_empty_batch(kernel):
+    results = got(*inputs(8, batch=0), kernel=kernel)
+    assert {name: x.shape[0] for name, x in results.items()} == dict.fromkeys(NAMES, 0)
+
+
 def part_of(lo, hi, keys: slice) -> mask.View:
     """All queries against one run of keys."""
     whole = np.array([[0, len(lo)]])
