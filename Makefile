@@ -1,7 +1,7 @@
 # Each target sets itself up on a fresh machine with Python 3.11, make and a C++ compiler.
 #   make demo    train a small Llama across a ring of 4 processes on this CPU, and show that the ring changes nothing
 #   make test    all tests that need no GPU
-#   make lint | types are part of it; make wheel; make bench (on a GPU)
+#   make lint    ruff, format, types;   make wheel    what a wheel claims;   make mutants    faults that tests must see
 # torch is installed first and pinned; on a GPU machine choose the build that fits it: make test TORCH=torch==2.11.0
 
 PYTHON ?= python3
@@ -23,7 +23,11 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 demo: $(VENV)/ready
-	$(BIN)/python -m train.report configs/demo.toml
+	$(BIN)/python -m launch configs/demo.toml
+	@echo "the first steps again, on one process:"
+	$(BIN)/python -m launch configs/demo.toml --set train.name=demo/one_process --set train.steps=5 \
+		--set parallel.ring=1 --set launch.processes_per_node=1
+	$(BIN)/python -m train.report runs/demo
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
