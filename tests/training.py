@@ -24,7 +24,7 @@ from train.engine import learning_rate, optimizer_of
 
 LENGTH = 64
 GLOBAL_BATCH = 4
-STEPS = 5
+STEPS = 2
 
 LLAMA = {
     "vocab_size": 260,
@@ -46,7 +46,13 @@ OPTIMIZERS = {
 
 
 def config_of(
-    folder: Path | str, *, mesh: tuple[int, int, int] = (1, 1, 1), zero: int = 0, optimizer: Any = "sgd", **changes: Any
+    folder: Path | str,
+    *,
+    mesh: tuple[int, int, int] = (1, 1, 1),
+    zero: int = 0,
+    optimizer: Any = "sgd",
+    steps: int = STEPS,
+    **changes: Any,
 ) -> Config:
     """A tiny run over mesh = (data, ring, ulysses). optimizer: one of OPTIMIZERS, or keys; changes: section -> keys."""
     data_size, ring_size, ulysses = mesh
@@ -56,7 +62,7 @@ def config_of(
         "sequence": {"length": LENGTH, "layout": "zigzag"},
         "parallel": {"ring": ring_size, "ulysses": ulysses, "data": data_size, "zero": zero},
         "optimizer": OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
-        "train": {"name": "tiny", "steps": STEPS, "global_batch": GLOBAL_BATCH, "seed": 3, "self_test": False},
+        "train": {"name": "tiny", "steps": steps, "global_batch": GLOBAL_BATCH, "seed": 3, "self_test": False},
         "memory": {"checkpoint": "selective", "loss_chunk": 5},
         "metrics": {"wandb": "disabled", "dir": str(folder)},
         "launch": {"processes_per_node": data_size * ring_size * ulysses},
@@ -92,8 +98,8 @@ def batches_of(config: Config, labels: str) -> list[list[data.Sequence]]:
     mixed: the one and the other in turns; none: no label at all
     """
     stream = sequences_of(config)
-    batches = [[next(stream) for _ in range(GLOBAL_BATCH)] for _ in range(STEPS)]
-    kinds = ["sparse", "one"] * STEPS if labels == "mixed" else [labels] * STEPS
+    batches = [[next(stream) for _ in range(GLOBAL_BATCH)] for _ in range(config.train.steps)]
+    kinds = ["sparse", "one"] * len(batches) if labels == "mixed" else [labels] * len(batches)
     return [[_ignore(s, kind, index) for index, s in enumerate(b)] for b, kind in zip(batches, kinds, strict=False)]
 
 
@@ -134,7 +140,7 @@ def train(config: Config, labels: str) -> dict[str, Any]:
         data_size=run.world.data_size,
     )
     run = replace(run, windows=windows)
-    records = [loop.train_step(run, step, tokens_seen=0) for step in range(1, STEPS + 1)]
+    records = [loop.train_step(run, step, tokens_seen=0) for step in range(1, config.train.steps + 1)]
     weights = {name.removeprefix("decoder."): w for name, w in run.engine.full_parameters().items()}
     run.engine.close()
     digest = hashlib.sha256(b"".join(w.float().numpy().tobytes() for w in weights.values())).hexdigest()
