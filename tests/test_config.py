@@ -174,7 +174,7 @@ REFUSED = {
     "optimizer.name=sgd": ("optimizer.betas", "'sgd'"),
     "optimizer.schedule=constant": ("optimizer.min_lr", "'constant'"),
     "optimizer.min_lr=1": ("min_lr = 1", "lr = 0.003"),
-    "optimizer.warmup_steps=41": ("warmup_steps = 41", "steps = 40"),
+    "optimizer.warmup_steps=31": ("warmup_steps = 31", "steps = 30"),
     "optimizer.betas=[0.9]": ("optimizer.betas = [0.9]", "2 items"),
     "optimizer.betas=[0.9, 1]": ("optimizer.betas.1 = 1", "less than 1"),
     # the rest
