@@ -162,10 +162,10 @@ REFUSED = {
     # the model
     "model.architecture=gpt2": ("'gpt2'", "'llama'"),
     "model.config.vocab_size=257": ("vocab_size = 257", "'bytes'", "258"),
-    "model.config.num_key_value_heads=4": ("num_attention_heads = 6", "num_key_value_heads = 4"),
+    "model.config.num_key_value_heads=3": ("num_attention_heads = 4", "num_key_value_heads = 3"),
     "model.config.hidden_size='192'": ("model.config.hidden_size = '192'", "an integer"),
     "model.config=3": ("model.config = 3", "a dictionary"),
-    "model.config.num_attention_heads=4": ("hidden_size / num_attention_heads = 48", "16, 32, 64, 96"),
+    "model.config.hidden_size=192": ("hidden_size / num_attention_heads = 48", "16, 32, 64, 96"),
     "model.config.head_dim=80": ("model.config.head_dim = 80", "16, 32, 64, 96"),
     "model.config.head_dim='x'": ("model.config.head_dim = 'x'", "16, 32, 64, 96"),
     "model.architecture=qwen3": ("model.config.head_dim is missing", "qwen3"),
