@@ -128,7 +128,7 @@ def test_rings_that_do_not_fit_the_world_are_refused_on_every_rank(pool):
 
 def called_differently(odd: int, change: dict) -> list[str]:
     """Rank `odd` makes another call than the others; then all make the same one, which must work."""
-    ring = Ring(dist.new_group(list(range(4))))
+    ring = Ring(dist.new_group(list(range(4))), timeout_s=30)
     layout = ring.layout(64)
     q, k, v, *_ = (layout.shard(x) for x in inputs(64)[:4])
     mine = change if dist.get_rank() == odd else {}
