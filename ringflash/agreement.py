@@ -15,7 +15,6 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-
 MAX_TEXTS = 10_000  # a run that packs documents makes a new call each step; a forgotten one is compared again
 
 
