@@ -67,12 +67,13 @@ def _keys_step(
         b_q1 = stream(q_desc1, q, i_b, i_h, row, num_rows, BQ, D0, D1, UPCAST)
         b_s = tl.dot(b_k1, b_q1.T, b_s, input_precision=PRECISION)
     b_lse = (tl.load(lse + row + o_q, mask=m_q, other=0.0) if MASK else tl.load(lse + row + o_q)) * LOG2E
-    b_p = tl.exp2(b_s * scale_log2 - b_lse[None, :])
+    b_s = b_s * scale_log2 - b_lse[None, :]
     if MASK:
         # the rows behind `count` and the rows that see nothing (lse = -inf) have no key between lo and hi
         b_lo = tl.load(lo + row + o_q, mask=m_q, other=0)
         b_hi = tl.load(hi + row + o_q, mask=m_q, other=0)
-        b_p = tl.where((b_key[:, None] >= b_lo[None, :]) & (b_key[:, None] < b_hi[None, :]), b_p, 0.0)
+        b_s = tl.where((b_key[:, None] >= b_lo[None, :]) & (b_key[:, None] < b_hi[None, :]), b_s, float("-inf"))
+    b_p = tl.exp2(b_s)
     b_do0 = stream(dout_desc0, dout, i_b, i_h, row, num_rows, BQ, 0, D0, UPCAST)
     b_dv0 = tl.dot(b_p.to(b_do0.dtype), b_do0, b_dv0, input_precision=PRECISION)
     b_dp = tl.dot(b_v0, b_do0.T, input_precision=PRECISION)
@@ -154,11 +155,13 @@ def _queries_step(
     if D1:
         b_k1 = stream(k_desc1, k, i_b, i_g, row, num_keys, BK, D0, D1, UPCAST)
         b_s = tl.dot(b_q1, b_k1.T, b_s, input_precision=PRECISION)
-    b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
+    b_s = b_s * scale_log2 - b_lse[:, None]
     if MASK:
         o_k = tl.arange(0, BK)
         b_end = tl.minimum(b_hi - position, count)
-        b_p = tl.where((o_k[None, :] >= (b_lo - position)[:, None]) & (o_k[None, :] < b_end[:, None]), b_p, 0.0)
+        m_s = (o_k[None, :] >= (b_lo - position)[:, None]) & (o_k[None, :] < b_end[:, None])
+        b_s = tl.where(m_s, b_s, float("-inf"))
+    b_p = tl.exp2(b_s)
     b_v0 = stream(v_desc0, v, i_b, i_g, row, num_keys, BK, 0, D0, UPCAST)
     b_dp = tl.dot(b_do0, b_v0.T, input_precision=PRECISION)
     if D1:
