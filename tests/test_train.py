@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 import training
 from conftest import error
 
@@ -138,3 +139,7 @@ def test_R115_bf16_over_gloo_is_near_fp32(pool, texts, alone, zero):
     got, want = pool(4)(training.train, config, "mixed")[0], alone("sgd")
     assert got["loss"] == pytest.approx(want["loss"], rel=3e-2)
     assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-1)
+    before = training.train_alone(config, "none")["weights"]
+    moved = {name: weight - before[name] for name, weight in want["weights"].items()}
+    off = [(got["weights"][name].float() - before[name] - move).norm() for name, move in moved.items()]
+    assert torch.stack(off).norm() <= 0.15 * torch.stack([move.norm() for move in moved.values()]).norm()
