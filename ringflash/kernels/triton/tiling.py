@@ -80,5 +80,6 @@ def tiling(kernel: str, width: int, element_size: int, card: Card) -> Tiling:
     if element_size == 4:
         rows = CUDA_FP32 if card.backend == "cuda" else HIP_FP32
     else:
-        rows = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}.get(card.arch, SMALL)
+        families: dict[int | str, Rows] = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
+        rows = families.get(card.arch, SMALL)
     return rows[kernel][min(limit for limit in rows[kernel] if width <= limit)]
