@@ -120,9 +120,8 @@ def keys(
     b_dv1 = tl.zeros([BK, D1 if D1 else D0], tl.float32)
     for i_h in range(i_g * group, i_g * group + group):
         o_head = (i_b * num_groups * group + i_h).to(tl.int64) * num_rows
-        for MASK in tl.static_range(
-            2
-        ):  # first the tiles that are full and seen whole, then those on both sides of them
+        # first the tiles that are full and seen whole, then those on both sides of them
+        for MASK in tl.static_range(2):
             begin, end = (0, w0 - v0 + v1 - w1) if MASK else (w0, w1)
             for i in tl.range(begin, end):
                 i_q = i + tl.where(i < w0 - v0, v0, w1 - (w0 - v0)) if MASK else i
