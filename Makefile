@@ -22,7 +22,7 @@ $(VENV)/ready: pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/python -m launch configs/demo.toml
 	@echo "the first steps again, on one process:"
-	$(BIN)/python -m launch configs/demo.toml --set metrics.dir=runs/demo --set train.name=one_process \
+	OMP_NUM_THREADS=1 $(BIN)/python -m launch configs/demo.toml --set metrics.dir=runs/demo --set train.name=one_process \
 		--set train.steps=5 --set parallel.ring=1 --set launch.processes_per_node=1 --set metrics.wandb=disabled
 	$(BIN)/python -m train.report runs/demo
 
