@@ -212,9 +212,9 @@ def save(rows: list[dict], path: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("arch", nargs="*", choices=[*TARGETS, []], default=list(TARGETS))
+    parser.add_argument("arch", nargs="*", help=f"of {', '.join(TARGETS)}; all unless given")
     parser.add_argument("--results", type=Path, help="also write the rows to this JSON file")
     arguments = parser.parse_args()
-    rows = main(arguments.arch)
+    rows = main(arguments.arch or list(TARGETS))
     if arguments.results:
         save(rows, arguments.results)
