@@ -7,6 +7,7 @@ the same group would hang.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+GRACE_S = 1.0
 MAX_TEXTS = 10_000  # a run that packs documents makes a new call each step; a forgotten one is compared again
 
 
@@ -30,14 +32,15 @@ class Agreed:
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreed] = weakref.WeakKeyDictionary()
 
 
-def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
-    """Raise on every rank of `group` unless all call this with the same text; a text is compared once.
+def agree(group: dist.ProcessGroup, text: str, timeout_s: float, *, once: bool = True) -> None:
+    """Raise on every rank of `group` unless all call this with the same text.
 
     text: a description of the call, readable: it is shown when ranks differ
+    once: a text that was agreed on before is not compared again
     Raises: ValueError naming the odd ranks and both texts; RuntimeError naming ranks that did not come in timeout_s.
     """
     agreed = _agreed.setdefault(group, Agreed())
-    if text in agreed.texts:
+    if once and text in agreed.texts:
         return
     turn = agreed.turns
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -47,10 +50,7 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except (RuntimeError, dist.DistStoreError) as error:
-        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-        raise RuntimeError(
-            f"ringflash: rank {rank} waited timeout_s={timeout_s:g} for rank(s) {missing} to make the same call: {text}"
-        ) from error
+        raise RuntimeError(_missing(store, keys, rank, timeout_s, text)) from error
     agreed.turns += 1
     texts = [store.get(key).decode() for key in keys]
     if turn:
@@ -66,3 +66,14 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
     agreed.texts[text] = None
     while len(agreed.texts) > MAX_TEXTS:
         del agreed.texts[next(iter(agreed.texts))]  # the same one on every rank: they agreed in one order
+
+
+def _missing(store: dist.Store, keys: list[str], rank: int, timeout_s: float, text: str) -> str:
+    """Who did not come. Our own word is taken back, so that the next call of the group starts anew."""
+    try:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        time.sleep(GRACE_S)  # the others are about to look for who is missing, and must still find us
+        store.delete_key(keys[rank])
+    except (RuntimeError, dist.DistError) as error:
+        return f"ringflash: rank {rank} lost the store of its group, which lives on its first rank ({error}): {text}"
+    return f"ringflash: rank {rank} waited timeout_s={timeout_s:g} for rank(s) {missing} to make the same call: {text}"

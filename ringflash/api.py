@@ -50,11 +50,8 @@ def attention(
     Raises: TypeError, ValueError, naming argument, value and what would be accepted; on every rank alike.
     Source: FlashAttention, arXiv:2205.14135, arXiv:2307.08691; Ring Attention, arXiv:2310.01889.
     """
-    q, k, v = _prepare(q, k, v)
+    q, k, v = _checked(q, k, v, layout)
     mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
-    arguments.check_tensors(q, k, v)
-    if layout is not None:
-        arguments.check_local(q, k, layout)
     for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}={flag!r} is {type(flag).__name__}; it must be True or False")
@@ -74,15 +71,19 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}; it must be a tensor")
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, tokens, heads, head dimension]")
+def _checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v in the type that autocast asks for, known to belong together and to the layout."""
+    arguments.check_shapes(q, k, v)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # explain takes meta tensors
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = (x.to(dtype) if x.is_floating_point() else x for x in (q, k, v))
+    arguments.check_tensors(q, k, v)
+    if layout is not None:
+        if not isinstance(layout, Layout):
+            raise TypeError(f"layout is {type(layout).__name__}; it must come from ring.layout(...)")
+        arguments.check_local(q, k, layout)
     return q, k, v
 
 
@@ -90,7 +91,7 @@ def kernel_of(name: str, q: torch.Tensor) -> str:
     """The kernel that a call will use: the named one, or "auto" resolved by device. The op asks whether it can."""
     if name == "auto":
         name = "eager" if q.device.type in ("cpu", "meta") else "triton"
-    if name not in KERNELS:
+    if not isinstance(name, str) or name not in KERNELS:
         raise ValueError(f"kernel={name!r} is unknown; it must be auto or one of {', '.join(KERNELS)}")
     return name
 
@@ -145,15 +146,12 @@ def explain(
     kernel: str = "auto",
     deterministic: bool = False,
 ) -> Explanation:
-    """Say which kernel, hops and bytes `attention` with the same arguments will use; computes and sends nothing.
+    """Say which kernel, hops and bytes `attention` will use for these tensors and masks; computes and sends nothing.
 
     q, k, v: as for `attention`; only shapes, types and devices are read, so tensors on the meta device will do
     """
-    q, k, v = _prepare(q, k, v)
+    q, k, v = _checked(q, k, v, layout)
     mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
-    arguments.check_tensors(q, k, v)
-    if layout is not None:
-        arguments.check_local(q, k, layout)
     kernel = kernel_of(kernel, q)
     ops.check_kernel(kernel, q, k, deterministic, 1 if layout is None else layout.ring.ring_size)
     if layout is None:

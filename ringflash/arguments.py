@@ -119,7 +119,13 @@ def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int)
         values = torch.tensor(cu_seqlens, dtype=torch.int32)
     if values.dim() != 1 or len(values) < 2:
         raise ValueError(f"cu_seqlens has shape {list(values.shape)}; it must be [number of documents + 1]")
-    borders = values.numpy()
+    if not torch.compiler.is_compiling():
+        check_borders(values.numpy(), seq_len)
+    return values
+
+
+def check_borders(borders: np.ndarray, seq_len: int) -> None:
+    """The values of cu_seqlens; also called by the op, for calls whose values a compiler could not read."""
     if borders[0] != 0:
         raise ValueError(f"cu_seqlens[0]={borders[0]} must be 0")
     falls = np.flatnonzero(np.diff(borders) < 0)
@@ -129,7 +135,6 @@ def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int)
         raise ValueError(f"{fall}; it must never fall")
     if borders[-1] > seq_len:
         raise ValueError(f"cu_seqlens[-1]={borders[-1]} is beyond the sequence of {seq_len} tokens")
-    return values
 
 
 def bounds_of(intervals, num_queries: int, num_keys: int) -> torch.Tensor | None:
@@ -145,24 +150,34 @@ def bounds_of(intervals, num_queries: int, num_keys: int) -> torch.Tensor | None
         if bound.shape != (num_queries,):
             raise ValueError(f"intervals {name} has shape {list(bound.shape)}; it must be [{num_queries}], one a query")
     pair = torch.stack([bound.detach().cpu() for bound in intervals])
-    for name, bound in zip(("lo", "hi"), pair.numpy(), strict=True):
+    if not torch.compiler.is_compiling():
+        check_bounds(pair.numpy(), num_keys)
+    return pair
+
+
+def check_bounds(pair: np.ndarray, num_keys: int) -> None:
+    """The values of intervals; also called by the op, for calls whose values a compiler could not read."""
+    for name, bound in zip(("lo", "hi"), pair, strict=True):
         falls = np.flatnonzero(np.diff(bound) < 0)
         if len(falls):
             i = int(falls[0])
             fall = f"intervals {name}[{i + 1}]={bound[i + 1]} is below {name}[{i}]={bound[i]}"
             raise ValueError(f"{fall}; it must never fall")
-        if num_queries and (bound[0] < 0 or bound[-1] > num_keys):
+        if len(bound) and (bound[0] < 0 or bound[-1] > num_keys):
             raise ValueError(f"intervals {name} spans [{bound[0]}, {bound[-1]}]; it must lie in [0, {num_keys}]")
-    return pair
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Shapes, dtypes and devices of q, k, v belong together."""
+def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q, k and v are tensors of four dimensions."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
         if tensor.dim() != 4:
             raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [batch, tokens, heads, width]")
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Sizes, dtypes and devices of q, k, v belong together."""
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         raise TypeError(
             f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}; all three must be the same of float32, bfloat16, float16"

@@ -72,7 +72,11 @@ class Processes:
             for peer, tensor in peers.items():
                 ops.append(dist.P2POp(start, tensor, group=self.group, group_peer=self.members[peer]))
                 names.append(f"{what}: {verb} rank {self.members[peer]}")
-        works = dist.batch_isend_irecv(ops)
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            rank = self.members[self.rank]
+            raise RuntimeError(f"ringflash: rank {rank}, {', '.join(names)}: cannot start ({error})") from error
         if len(works) != len(ops):  # NCCL makes one work of a batch
             names = [", ".join(names)] * len(works)
         batch = Batch(works, names, self.members[self.rank], self.timeout_s, ops[0].tensor.is_cuda)

@@ -41,7 +41,7 @@ class Ring:
         ulysses: int | None = None,
         timeout_s: float = 600,
     ) -> None:
-        if layout not in LAYOUTS:
+        if not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} is unknown; it must be one of {', '.join(LAYOUTS)}")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise TypeError(f"timeout_s={timeout_s!r} is {type(timeout_s).__name__}; it must be a number of seconds")
@@ -57,7 +57,7 @@ class Ring:
         self._layouts: OrderedDict[tuple, Layout] = OrderedDict()
         if self.group and self.size > 1:
             text = f"Ring(layout={layout!r}, ulysses={self.ulysses}, timeout_s={timeout_s:g}) of {self.size} ranks"
-            agreement.agree(self.group, text, self.timeout_s)
+            agreement.agree(self.group, text, self.timeout_s, once=False)
 
     @property
     def ring_size(self) -> int:

@@ -9,6 +9,7 @@ Letters: S global sequence, L local sequence, P ring size, U Ulysses size, n = P
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -112,6 +113,17 @@ def _plain(x: torch.Tensor, device: torch.device) -> torch.Tensor:
         return x.to(device, copy=True)
 
 
+def _wait(work: dist.Work, ring: Ring, name: str) -> None:
+    if ring.device.type == "cuda":
+        work.wait()  # the stream waits, not the host; the group's own timeout holds
+        return
+    try:
+        work.wait(timedelta(seconds=ring.timeout_s))
+    except RuntimeError as error:
+        message = f"ringflash: rank {ring.rank}, {name}: a rank did not come within timeout_s={ring.timeout_s:g}"
+        raise RuntimeError(f"{message} ({error})") from error
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_local: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
@@ -124,7 +136,7 @@ class _Unshard(torch.autograd.Function):
             return _Unshard.forward(ctx, x_local.byte(), layout, dim).bool()
         ranks = mine.new_empty(layout.seq_len, *mine.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        gather(ranks, mine, group=ring.group)
+        _wait(gather(ranks, mine, group=ring.group, async_op=True), ring, "unshard")
         return ranks.index_select(0, torch.argsort(layout.order).to(ranks.device)).movedim(0, dim)
 
     @staticmethod
@@ -136,5 +148,5 @@ class _Unshard(torch.autograd.Function):
             return ranks.movedim(0, dim), None, None
         mine = ranks.new_empty(layout.local_len, *ranks.shape[1:], dtype=torch.float32)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
-        scatter(mine, ranks.float().contiguous(), group=ring.group)
+        _wait(scatter(mine, ranks.float().contiguous(), group=ring.group, async_op=True), ring, "backward of unshard")
         return mine.to(dx.dtype).movedim(0, dim), None, None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from . import agreement, mask, ring, ulysses
+from . import agreement, arguments, mask, ring, ulysses
 from .exchange import Processes, Transport
 from .kernels import KERNELS, Kernel
 from .layout import segments_of
@@ -36,13 +36,18 @@ def make_plan(
     shape: (ring rank, queries, keys), the lengths of the whole sequence; segments: b"" on one device
     """
     ring_rank, num_queries, num_keys = shape
+    borders = None if cu_seqlens is None else np.frombuffer(cu_seqlens, np.int32)
     pair = None if bounds is None else np.frombuffer(bounds, np.int32).reshape(2, -1)
+    if borders is not None:
+        arguments.check_borders(borders, num_queries)
+    if pair is not None:
+        arguments.check_bounds(pair, num_keys)
     lo, hi = mask.intervals(
         num_queries,
         num_keys,
         causal=causal,
         window=None if window == NO_WINDOW else window,
-        cu_seqlens=None if cu_seqlens is None else np.frombuffer(cu_seqlens, np.int32),
+        cu_seqlens=borders,
         bounds=None if pair is None else (pair[0], pair[1]),
     )
     if not segments:

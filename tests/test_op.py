@@ -246,3 +246,22 @@ def test_a_gradient_of_an_infinite_lse_reaches_nothing(kernel):
     dlse = dlse.masked_fill(lse == -torch.inf, torch.nan)
     grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     assert all(grad.isfinite().all() for grad in grads) and not grads[0][:, :3].any() and grads[0][:, 3:].any()
+
+
+def test_one_device_compiles_with_documents_and_intervals():
+    q, k, v, *_ = inputs(24)
+    borders = torch.tensor([0, 10, 20], dtype=torch.int32)
+    lo, hi = torch.zeros(24, dtype=torch.int32), torch.arange(1, 25, dtype=torch.int32)
+    packed = torch.compile(lambda q, borders: ringflash.attention(q * 1.0, k, v, cu_seqlens=borders), fullgraph=True)
+    bounded = torch.compile(lambda q, hi: ringflash.attention(q * 1.0, k, v, intervals=(lo, hi)), fullgraph=True)
+    assert torch.equal(packed(q, borders), ringflash.attention(q, k, v, cu_seqlens=borders))
+    assert torch.equal(bounded(q, hi), ringflash.attention(q, k, v, intervals=(lo, hi)))
+    with pytest.raises(Exception, match="never fall"):  # the op reads what the compiler could not
+        packed(q, torch.tensor([0, 20, 10], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [({"layout": "zigzag"}, TypeError), ({"kernel": ["eager"]}, ValueError)])
+def test_things_of_another_kind_are_told(wrong, kind):
+    q, k, v, *_ = inputs(8)
+    with pytest.raises(kind, match=next(iter(wrong))):
+        ringflash.attention(q, k, v, **wrong)

@@ -266,3 +266,51 @@ def many_calls() -> None:
 
 def test_what_was_agreed_on_does_not_grow_without_end(pool):
     pool(4)(many_calls)
+
+
+def rings_after_rings() -> tuple[str, float]:
+    """A Ring is compared each time, also after its text was agreed on, and a disagreement leaves nothing behind."""
+    group = dist.group.WORLD
+    Ring(group, layout="striped", timeout_s=30)
+    Ring(group, layout="balanced", timeout_s=30)
+    started = time.monotonic()
+    message = told(ValueError, Ring, group, "striped" if dist.get_rank() == 1 else "balanced", None, 30)
+    seconds = time.monotonic() - started
+    Ring(group, layout="contiguous", timeout_s=30)
+    return message, seconds
+
+
+def test_a_ring_is_compared_each_time(pool):
+    for message, seconds in pool(4)(rings_after_rings):
+        assert "[1]" in message and "striped" in message and "balanced" in message and seconds < 10
+
+
+def one_is_late(timeout_s: float) -> str:
+    """Rank 2 is away for the first call; all come to the second."""
+    ring = Ring(timeout_s=30)
+    text = ""
+    if ring.rank != 2:
+        text = told(RuntimeError, agreement.agree, dist.group.WORLD, "a call", timeout_s)
+    dist.barrier()
+    agreement.agree(dist.group.WORLD, "another call", 30)
+    return text
+
+
+def test_a_group_recovers_from_a_call_that_not_all_made(pool):
+    for rank, text in enumerate(pool(4)(one_is_late, 2.0)):
+        assert rank == 2 or "rank(s) [2]" in text
+
+
+def late_to_unshard() -> str:
+    ring = Ring(timeout_s=2)
+    x = torch.zeros(1, ring.layout(66).local_len)
+    if ring.rank == 1:
+        time.sleep(6)
+        return ""
+    return told(RuntimeError, ring.layout(66).unshard, x)
+
+
+def test_unshard_ends_by_the_timeout_of_the_ring(pool):
+    outcomes = pool(3).outcomes(late_to_unshard)
+    pool(3).close()
+    assert all("unshard" in text and "timeout_s=2" in text for text in (outcomes[0], outcomes[2]))
