@@ -168,6 +168,10 @@ REFUSED = {
     "model.config.hidden_size=192": ("hidden_size / num_attention_heads = 48", "16, 32, 64, 96"),
     "model.config.head_dim=80": ("model.config.head_dim = 80", "16, 32, 64, 96"),
     "model.config.head_dim='x'": ("model.config.head_dim = 'x'", "16, 32, 64, 96"),
+    "model.config.attention_dropout=0.1": ("attention_dropout = 0.1", "leave it out"),
+    "sequence.length=4294967296": ("sequence.length = 4294967296", "2147483647"),
+    "data.pattern=/a/*.txt": ("data.pattern = '/a/*.txt'", "matches"),
+    "data.pattern=": ("data.pattern", "matches"),
     "model.architecture=qwen3": ("model.config.head_dim is missing", "qwen3"),
     # the optimizer
     "optimizer.momentum=0.9": ("optimizer.momentum", "'adamw'"),
@@ -284,3 +288,15 @@ def test_a_login_node_needs_no_torch():
     heavy = "{'torch', 'transformers', 'deepspeed', 'wandb'} & sys.modules.keys()"
     code = f"import sys, train.config; sys.exit(str({heavy}) if {heavy} else 0)"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
+
+
+def test_bf16_gradients_are_not_accumulated_without_zero():
+    with pytest.raises(ConfigError, match=r"parallel.zero = 0 with model.dtype = 'bfloat16'"):
+        demo("parallel.zero=0", "model.dtype=bfloat16")
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = demo(f"metrics.dir={tmp_path}/file/below")
+    with pytest.raises(ConfigError, match=r"metrics.dir = .* cannot be written"):
+        check_paths(config)

@@ -47,9 +47,8 @@ def test_deepspeed_config(zero, clip_norm):
 
 def test_bf16_without_zero_is_refused():
     changes = {"model": {"architecture": "llama", "dtype": "bfloat16", "config": training.LLAMA}}
-    config = training.config_of(".", zero=0, data={"path": "stdlib"}, **changes)
     with pytest.raises(ValueError, match=r"parallel.zero = 0 with model.dtype = 'bfloat16'.*parallel.zero = 1, 2, 3"):
-        engine.Engine(None, config, config.batch(1), None)
+        training.config_of(".", zero=0, data={"path": "stdlib"}, **changes)
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 1), (4, 1, 1)], ids=lambda mesh: "x".join(map(str, mesh)))
@@ -84,6 +83,7 @@ def probed(architecture, mesh=(1, 4, 1), layout="zigzag", dtype="float32"):
     return training.config_of(
         ".",
         mesh=mesh,
+        zero=1,
         data={"path": "stdlib"},
         sequence={"length": training.LENGTH, "layout": layout},
         model={"architecture": architecture, "dtype": dtype, "config": table},

@@ -68,7 +68,7 @@ class Model(Section):
 class Data(Section):
     path: str
     """Folder of text files, or the word "stdlib": the source files of Python's standard library."""
-    pattern: str = "**/*.txt"
+    pattern: Annotated[str, Field(pattern=r"^[^/]")] = "**/*.txt"
     """Which files of the folder are read, as a glob; each file is one document."""
     tokenizer: str = "bytes"
     """ "bytes", or a local folder with a tokenizer of transformers."""
@@ -79,7 +79,7 @@ class Data(Section):
 
 
 class Sequence(Section):
-    length: Count
+    length: Annotated[int, Field(ge=1, le=2**31 - 1)]
     """Tokens of one packed sequence, over all ranks that share it."""
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = "zigzag"
     """Which tokens of the sequence each rank holds."""
@@ -268,6 +268,15 @@ def _check_model(config: Config) -> None:
             f"model.config.vocab_size = {table['vocab_size']} does not hold the tokenizer 'bytes': "
             f"at least {BYTE_VOCABULARY} is needed"
         )
+    if table.get("attention_dropout"):
+        raise ConfigError(
+            f"model.config.attention_dropout = {table['attention_dropout']!r}: the ring has none, leave it out"
+        )
+    if config.parallel.zero == 0 and config.model.dtype == "bfloat16":
+        raise ConfigError(
+            "parallel.zero = 0 with model.dtype = 'bfloat16' would accumulate gradients in bfloat16: "
+            "parallel.zero = 1, 2, 3 or model.dtype = 'float32' is accepted"
+        )
     _check_head_dim(config)
     heads, kv_heads, ulysses = table["num_attention_heads"], table["num_key_value_heads"], config.parallel.ulysses
     if heads % kv_heads:
@@ -347,10 +356,14 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def check_paths(config: Config) -> None:
-    """Refuse folders that are not there or hold nothing to read.
+    """Refuse folders that are not there, hold nothing to read, or cannot be written.
 
     Apart from `load`, because a login node need not have them. Raises: ConfigError.
     """
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"metrics.dir = {config.metrics.dir!r} cannot be written: {error.strerror}") from None
     if config.data.path != "stdlib":
         folder = Path(config.data.path)
         if not folder.is_dir():

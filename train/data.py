@@ -51,7 +51,10 @@ class FolderTokenizer:
     def __init__(self, folder: str) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"data.tokenizer = {folder!r} holds no tokenizer of transformers: {error}") from error
         self.size = len(self._tokenizer)
         self.end = self._tokenizer.eos_token_id
         if self.end is None:

@@ -31,12 +31,6 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, config: Config, batch: Batch, world: World) -> None:
-        """Raises: ValueError for what DeepSpeed cannot do."""
-        if config.parallel.zero == 0 and config.model.dtype == "bfloat16":
-            raise ValueError(
-                "parallel.zero = 0 with model.dtype = 'bfloat16': DeepSpeed would accumulate gradients in bfloat16; "
-                "parallel.zero = 1, 2, 3 or model.dtype = 'float32' is accepted"
-            )
         self._engine: Any = self._initialize(model, config, batch)
         self._zero = config.parallel.zero
         self._clip_norm = config.optimizer.clip_norm

@@ -90,8 +90,11 @@ def build_decoder(config: Any, *, dtype: torch.dtype, attention: str, device: to
     """A causal language model of transformers with random weights. config: see `config_of`."""
     from transformers import AutoModelForCausalLM
 
-    with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    try:
+        with device:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except KeyError as error:
+        raise ValueError(f"model.config: transformers finds no {error} for {config.model_type!r}") from error
 
 
 def set_checkpointing(model: Any, memory: Memory) -> None:
