@@ -1,9 +1,8 @@
 """Attention of one hop in Gluon, Triton's low-level dialect, for Hopper: TMA, wgmma, mbarriers, specialised warps.
 
 The four functions of `kernels.Kernel`. triton is imported when one of them is called, so that `import ringflash` works
-without it. `launch` is the host side; `forward_kernel`, `keys_kernel` and `queries_kernel` are the device side. What
-the table in `tiling` has no row for, the backward of some head dimensions, runs in `kernels.triton`, whose contract is
-the same to the bit of a layout. q, k, v, dout that TMA cannot walk (a stride or a start that is no multiple of 16
+without it. `launch` is the host side; `forward_kernel`, `keys_kernel` and `queries_kernel` are the device side. The
+backward of head dimension 256, whose dk and dv do not fit the registers, is that of `kernels.triton`. q, k, v, dout that TMA cannot walk (a stride or a start that is no multiple of 16
 bytes) are copied first.
 """
 
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...mask import View
-from .tiling import HEAD_DIMS
+from .tiling import BACKWARD_DIMS, HEAD_DIMS
 
 if TYPE_CHECKING:
     from .. import State
@@ -64,8 +63,10 @@ def backward(
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
-    from ..triton import launch
+    from ..triton import launch as portable
+    from . import launch
 
+    engine = launch if q.shape[3] in BACKWARD_DIMS else portable
     with torch.cuda.device_of(q):
-        launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
-        launch.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)
+        engine.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
+        engine.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)

@@ -203,7 +203,7 @@ def attend(
     p_out = out[0] + (o_b * out[1] + o_row * out[2] + o_h * out[3])
     p_lse = lse + (i_bh.to(gl.int64) * num_rows + row)
 
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [NC if NC != 3 else 4] + q_desc.block_type.shape, q_desc.layout)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [NC if NC != 3 else 4, 1, 1, 64, D], q_desc.layout)
     q_full = new_barriers(4, 1)
     k_s, k_full, k_free = new_ring(k_desc, STAGES, NC)
     v_s, v_full, v_free = new_ring(v_desc, STAGES, NC)

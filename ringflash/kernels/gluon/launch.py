@@ -13,10 +13,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...mask import View
 from ..triton.launch import LOG2E, grid, rows_argument
-from . import forward_kernel
+from . import forward_kernel, keys_kernel, queries_kernel
 from .tiling import TILINGS, Tiling
 
 GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+MAX_ROWS = 2**31 - 1  # of all heads together: the backward's TMA finds a row by one 32-bit coordinate
 
 
 def walkable(x: torch.Tensor) -> torch.Tensor:
@@ -93,4 +94,53 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
         scale * LOG2E, num_tiles, work.num_full, heads, heads // k.shape[2], num_rows,
         D=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages, REGISTERS=tiles.registers,
         FIRST=first, LAST=last, num_warps=4,
+    )  # fmt: skip
+
+
+def flat(x: torch.Tensor) -> TensorDescriptor:
+    """One number a row, contiguous, as a descriptor of the tiles' 64 rows."""
+    return TensorDescriptor(x, [x.numel()], [1], [64], gl.NVMMASharedLayout(0, 32, 1))
+
+
+def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float) -> None:
+    """Launch `keys_kernel.row_starts` and `keys_kernel.keys`: every row of dk and dv is written."""
+    batch, num_rows, heads, width = q.shape
+    groups = k.shape[2]
+    work = Work.of("keys", q, view)
+    q, scale = sharpened(q, scale)
+    dout, q, k, v = map(walkable, (dout, q, k, v))
+    tiles = work.tiling
+    lo, hi, q_tiles, k_tiles, ranges, order = work.tables
+    num_q_tiles = len(q_tiles)
+    if batch * heads * num_q_tiles * tiles.block_q > MAX_ROWS:
+        raise ValueError(f"batch {batch} x {heads} heads x {num_rows} queries are more than {MAX_ROWS} rows")
+    starts, deltas = lse.new_empty(2, batch * heads * num_q_tiles * tiles.block_q)
+    los, his = lo.new_empty(2, num_q_tiles * tiles.block_q)
+    keys_kernel.row_starts[grid(num_q_tiles, batch, heads)](
+        lse, delta, lo, hi, q_tiles, starts, deltas, los, his, 1.0 / scale, num_q_tiles, num_rows, BQ=tiles.block_q,
+        num_warps=2,
+    )  # fmt: skip
+    keys_kernel.keys[grid(work.num_tiles, batch, groups)](
+        descriptor(q, tiles.block_q), descriptor(k, tiles.block_k), descriptor(v, tiles.block_k),
+        descriptor(dout, tiles.block_q), *map(flat, (starts, deltas, los, his)),
+        rows_argument(dk), rows_argument(dv), q_tiles, k_tiles, ranges, order,
+        scale, scale * LOG2E, work.num_tiles, num_q_tiles, groups, heads // groups,
+        D=width, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
+    )  # fmt: skip
+
+
+def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -> None:
+    """Launch `queries_kernel.queries`: add to dq."""
+    batch, num_rows, heads, width = q.shape
+    work = Work.of("queries", q, view)
+    if not work.num_busy:
+        return
+    q, sharp = sharpened(q, scale)
+    dout, q, k, v = map(walkable, (dout, q, k, v))
+    tiles = work.tiling
+    queries_kernel.queries[grid(work.num_busy, batch, heads)](
+        descriptor(q, 64), descriptor(k, tiles.block_k), descriptor(v, tiles.block_k), descriptor(dout, 64),
+        rows_argument(dq), lse, delta, *work.tables,
+        scale, sharp * LOG2E, work.num_busy, work.num_full, heads, heads // k.shape[2], num_rows,
+        D=width, BK=tiles.block_k, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip

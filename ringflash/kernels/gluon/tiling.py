@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 HEAD_DIMS = (64, 128, 256)
+BACKWARD_DIMS = (64, 128)  # of those, whose backward is here and not in `kernels.triton`
 
 
 class Tiling(NamedTuple):
