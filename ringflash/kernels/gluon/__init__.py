@@ -2,8 +2,8 @@
 
 The four functions of `kernels.Kernel`. triton is imported when one of them is called, so that `import ringflash` works
 without it. `launch` is the host side; `forward_kernel`, `keys_kernel` and `queries_kernel` are the device side. The
-backward of head dimension 256, whose dk and dv do not fit the registers, is that of `kernels.triton`. q, k, v, dout that TMA cannot walk (a stride or a start that is no multiple of 16
-bytes) are copied first.
+backward of head dimension 256, whose dk and dv do not fit the registers, is that of `kernels.triton`. q, k, v, dout
+that TMA cannot walk (a stride or a start that is no multiple of 16 bytes) are copied first.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _step(
     MASK: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """The scores of step j and the values of step j - 1."""
-    q_s, k_s, v_s, q_full, k_full, k_free, v_full, v_free = shared
+    _, k_s, v_s, _, k_full, k_free, v_full, v_free = shared
     b_s = _issue_scores(b_q, k_s, k_full, j, BK, STAGES, SL)
     b_acc = _issue_values(b_p, v_s, b_acc, j - 1, STAGES)
     b_s = warpgroup_mma_wait(1, deps=[b_s])
@@ -102,6 +102,29 @@ def _step(
 
 
 @gluon.jit
+def _start(
+    p_state, p_lse, state_row, count, C: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, FIRST: gl.constexpr,
+    SL: gl.constexpr, OL: gl.constexpr,
+):  # fmt: skip
+    """(acc, maximum, sum) to start from. A normalised state has the maximum lse and the sum 1, or 0 if empty."""
+    RL: gl.constexpr = gl.SliceLayout(1, SL)
+    if FIRST:
+        b_acc = gl.zeros([64, D], gl.float32, OL)
+        b_max = gl.full([64], float("-inf"), gl.float32, RL)
+        b_one = gl.zeros([64], gl.float32, RL)
+    else:
+        o_row = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL))
+        o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
+        p_acc = p_state + (o_row.to(gl.int64) * state_row)[:, None] + o_column[None, :]
+        b_acc = gl.load(p_acc, mask=(o_row < count)[:, None], other=0.0)
+        o_q = C * 64 + gl.arange(0, 64, layout=RL)
+        b_max = gl.load(p_lse + o_q, mask=o_q < count, other=float("-inf")) * LOG2E
+        b_one = gl.where(b_max == float("-inf"), 0.0, 1.0)
+    b_sum = _sum_in_thread(gl.zeros([64, BK], gl.float32, SL))  # for its layout; four threads share a row
+    return b_acc, b_max, b_sum + 0.25 * gl.convert_layout(b_one, gl.SliceLayout(1, b_sum.type.layout))[:, None]
+
+
+@gluon.jit
 def _consumer(
     shared, walk, count, p_state, p_out, p_lse, p_lo, p_hi, state_row, out_row, scale_log2, k_tiles,
     C: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
@@ -109,31 +132,15 @@ def _consumer(
     """Queries 64 C ... 64 C + 63 of the tile. p_*: pointers to the tile's first row; *_row: strides."""
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    RL: gl.constexpr = gl.SliceLayout(1, SL)
-    q_s, k_s, v_s, q_full, k_full, k_free, v_full, v_free = shared
+    q_s, k_s, v_s, q_full, k_full, k_free, v_full, _ = shared
     v0, f0, f1, v1, _ = walk
     num_steps = v1 - v0
     num_masked = num_steps - (f1 - f0)
-    o_q = C * 64 + gl.arange(0, 64, layout=RL)
-    m_q = o_q < count
-    b_lo = gl.load(p_lo + o_q, mask=m_q, other=0)
-    b_hi = gl.load(p_hi + o_q, mask=m_q, other=0)
-    if FIRST:
-        b_max = gl.full([64], float("-inf"), gl.float32, RL)
-        b_one = gl.zeros([64], gl.float32, RL)
-    else:  # a normalised state has the maximum lse and the sum 1, or 0 if empty
-        b_max = gl.load(p_lse + o_q, mask=m_q, other=float("-inf")) * LOG2E
-        b_one = gl.where(b_max == float("-inf"), 0.0, 1.0)
-    b_sum = _sum_in_thread(gl.zeros([64, BK], gl.float32, SL))
-    b_sum = b_sum + 0.25 * gl.convert_layout(b_one, gl.SliceLayout(1, b_sum.type.layout))[:, None]
+    o_q = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SL))
+    b_lo = gl.load(p_lo + o_q, mask=o_q < count, other=0)
+    b_hi = gl.load(p_hi + o_q, mask=o_q < count, other=0)
+    b_acc, b_max, b_sum = _start(p_state, p_lse, state_row, count, C, D, BK, FIRST, SL, OL)
     b_q = matrix(q_s.index(C))
-    o_row = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL))
-    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
-    if FIRST:
-        b_acc = gl.zeros([64, D], gl.float32, OL)
-    else:  # nothing needs it before the first scores are there
-        p_acc = p_state + (o_row.to(gl.int64) * state_row)[:, None] + o_column[None, :]
-        b_acc = gl.load(p_acc, mask=(o_row < count)[:, None], other=0.0)
     mbarrier.wait(q_full.index(C), 0)
     if num_steps > 0:
         b_s = _issue_scores(b_q, k_s, k_full, 0, BK, STAGES, SL)
@@ -155,17 +162,31 @@ def _consumer(
                 False, BK, STAGES, SL, OL)  # fmt: skip
         b_acc = _issue_values(b_p, v_s, b_acc, num_steps - 1, STAGES)
         b_acc, b_p = warpgroup_mma_wait(0, deps=[b_acc, b_p])
-    b_sum = gl.convert_layout(gl.sum(b_sum, 1), RL)
-    b_empty = b_sum == 0.0
-    b_sum = gl.where(b_empty, 1.0, b_sum)
-    gl.store(p_lse + o_q, gl.where(b_empty, float("-inf"), (b_max + gl.log2(b_sum)) * LN2), mask=m_q)
-    b_acc = b_acc * gl.convert_layout(1.0 / b_sum, gl.SliceLayout(1, OL))[:, None]
+    b_inverse = _store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
+    b_acc = b_acc * gl.convert_layout(b_inverse, gl.SliceLayout(1, OL))[:, None]
     if LAST:
         _store_out(b_q, b_acc, p_out, out_row, count, C, D)
     else:
-        o_row = fresh(o_row)
-        p_acc = p_state + (o_row.to(gl.int64) * state_row)[:, None] + o_column[None, :]
-        gl.store(p_acc, b_acc, mask=(o_row < count)[:, None])
+        _store_state(b_acc, p_state, state_row, count, C, D, OL)
+
+
+@gluon.jit
+def _store_lse(p_lse, b_max, b_sum, count, C: gl.constexpr, RL: gl.constexpr):
+    """Write lse; returns what normalises the accumulator, 1 for rows that have seen nothing."""
+    b_sum = gl.convert_layout(gl.sum(b_sum, 1), RL)
+    b_empty = b_sum == 0.0
+    b_sum = gl.where(b_empty, 1.0, b_sum)
+    o_q = C * 64 + gl.arange(0, 64, layout=RL)
+    gl.store(p_lse + o_q, gl.where(b_empty, float("-inf"), (b_max + gl.log2(b_sum)) * LN2), mask=o_q < count)
+    return 1.0 / b_sum
+
+
+@gluon.jit
+def _store_state(b_acc, p_state, state_row, count, C: gl.constexpr, D: gl.constexpr, OL: gl.constexpr):
+    o_row = fresh(C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL)))
+    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
+    p_row = p_state + (o_row.to(gl.int64) * state_row)[:, None] + o_column[None, :]
+    gl.store(p_row, b_acc, mask=(o_row < count)[:, None])
 
 
 @gluon.jit

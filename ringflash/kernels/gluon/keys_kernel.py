@@ -1,11 +1,11 @@
-"""The kernel of the key and value gradients for sm_90: one key tile against the query tiles that see it. Device code only.
+"""The kernel of the key and value gradients for sm_90: one key tile against the query tiles that see it.
 
-A program is two consumers of four warps, each with 64 keys and their dk, dv in registers, and one producer warp that
-fills rings of query tiles (q, dout and two or four numbers a row) by TMA. Scores are computed transposed, keys x
-queries, so that P and dS are already operands of dv and dk: no product is transposed anywhere. The accumulator of
-S^T = K Q^T starts at -lse / scale, or -inf where the mask hides the pair, and that of dP^T = V dO^T at -delta: mask, lse
-and delta cost no register and no instruction in the loop. `row_starts` makes these numbers, tile by tile, with -inf
-behind a short tile's end, so that tails are masked as well.
+Device code only. A program is two consumers of four warps, each with 64 keys and their dk, dv in registers, and one
+producer warp that fills rings of query tiles (q, dout and two or four numbers a row) by TMA. Scores are computed
+transposed, keys x queries, so that P and dS are already operands of dv and dk: no product is transposed anywhere. The
+accumulator of S^T = K Q^T starts at -lse / scale, or -inf where the mask hides the pair, and that of dP^T = V dO^T at
+-delta: mask, lse and delta cost no register and no instruction in the loop. `row_starts` makes these numbers, tile by
+tile, with -inf behind a short tile's end, so that tails are masked as well.
 Source: FlashAttention-3, arXiv:2407.08608.
 """
 
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .walk import LOG2E, arrive_free, matrix, new_barriers, new_ring, range_of, tile_at, tma_load, wait_full
+from .walk import arrive_free, matrix, new_barriers, new_ring, range_of, tile_at, tma_load, wait_full
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_rows"])
@@ -59,7 +59,7 @@ def _fill_step(
     q_s, dout_s, starts_s, deltas_s, lo_s, hi_s = rings
     q_full, q_free, dout_full, dout_free = barriers
     v0, f0, f1, v1 = walk
-    i_b, i_h, num_heads, group = head
+    i_b, i_h, num_heads, _ = head
     a_head = v1 - v0 - (f1 - f0) if t < num_masked else f1 - f0
     step = t if t < num_masked else t - num_masked
     i_head = i_h + step // a_head
@@ -87,7 +87,7 @@ def _producer(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     v0, f0, f1, v1 = walk
-    i_b, i_h, num_heads, group = head
+    i_b, i_h, _, group = head
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma_load(k_desc, [i_b, i_h // group, k_row, 0], kv_full, k_s)
     tma_load(v_desc, [i_b, i_h // group, k_row, 0], kv_full, v_s)
@@ -111,7 +111,7 @@ def _issue_scores(
     rings, k_half, q_full, b_key, t, more, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr
 ):  # fmt: skip
     """Start S^T(t) = K Q^T - lse / scale. Behind the last step (more is 0) it multiplies stale data nobody reads."""
-    q_s, dout_s, starts_s, deltas_s, lo_s, hi_s = rings
+    q_s, _, starts_s, _, lo_s, hi_s = rings
     stage = t % STAGES
     mbarrier.wait(q_full.index(stage), (t // STAGES) & 1, pred=more)
     b_s = _columns(starts_s.index(stage), TL)
@@ -131,7 +131,7 @@ def _step(
 
     No product may be in flight over the loop's back edge: ptxas then serialises every product of the kernel.
     """
-    q_s, dout_s, starts_s, deltas_s, lo_s, hi_s = rings
+    q_s, dout_s, _, deltas_s, _, _ = rings
     q_full, q_free, dout_full, dout_free = barriers
     AL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
     stage = t % STAGES
@@ -167,7 +167,7 @@ def _consumer(
     KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     k_half = matrix(k_s).slice(C * 64, 64, dim=0)
     v_half = matrix(v_s).slice(C * 64, 64, dim=0)
-    q_full, q_free, dout_full, dout_free = barriers
+    q_full, _, _, _ = barriers
     b_key = position + C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, TL))
     b_dk = gl.zeros([64, D], gl.float32, KL)
     b_dv = gl.zeros([64, D], gl.float32, KL)

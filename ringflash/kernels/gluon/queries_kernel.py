@@ -71,10 +71,7 @@ def _step(
     b_p = gl.exp2(b_s * scale_log2 - b_lse[:, None])
     # Complete already: it ends a basic block, without which ptxas sinks the exponentials below the next wait.
     wait_full(v_full, j, STAGES)
-    if START:
-        b_dp = warpgroup_mma_wait(0, deps=[b_dp])
-    else:
-        b_dp = warpgroup_mma_wait(1, deps=[b_dp])
+    b_dp = warpgroup_mma_wait(0 if START else 1, deps=[b_dp])
     arrive_free(v_free, j, STAGES)
     b_ds = b_p * (b_dp - b_delta[:, None])
     if not START:

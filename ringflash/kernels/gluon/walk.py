@@ -95,7 +95,9 @@ def fill(desc, at, ring, full, free, j, STAGES: gl.constexpr):
 @gluon.jit
 def new_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     """(buffers, full, free) of a ring read by READERS consumers."""
-    buffers = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
+    buffers = gl.allocate_shared_memory(
+        desc.dtype, [STAGES, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout
+    )
     full = new_barriers(STAGES, 1)
     free = new_barriers(STAGES, READERS)
     return buffers, full, free
