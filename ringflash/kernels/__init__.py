@@ -50,11 +50,13 @@ class Kernel(Protocol):
 
     def backward(
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
-        delta: torch.Tensor, view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
+        delta: torch.Tensor, view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *,
+        scale: float, deterministic: bool = True,
     ) -> None:  # fmt: skip
         """Gradients of one hop from the lse [B, H, L] and delta over *all* keys.
 
         dq: [B, L, H, D] fp32, added to; dk, dv: [B, K, G, D] fp32, every row written (0 where nobody looks)
+        deterministic: the same bits in repeated calls; where False, a kernel may take a faster way that is not
         """
 
 

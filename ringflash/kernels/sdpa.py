@@ -144,9 +144,10 @@ def forward(
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
+    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *,
+    scale: float, deterministic: bool = True,
 ) -> None:  # fmt: skip
-    """See `kernels.Kernel.backward`. A row with lse = -inf is in no piece."""
+    """See `kernels.Kernel.backward`. A row with lse = -inf is in no piece. `refuses` says where bits may differ."""
     dk.zero_()
     dv.zero_()
     heads, groups = q.shape[2], k.shape[2]
