@@ -126,7 +126,7 @@ def _keep(kept, i: gl.constexpr, number):
 
 @gluon.jit
 def _kept(kept, i: gl.constexpr):
-    return gl.sum(kept.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(kept.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
