@@ -49,11 +49,11 @@ class Case(NamedTuple):
 ENDS = ((True, True), (True, False), (False, False), (False, True))
 TYPES = (torch.bfloat16, torch.float16)
 CASES = [
-    *(Case("attend", width, dtype, *ends) for width in (64, 128, 256) for dtype in TYPES for ends in ENDS),
+    *(Case("attend", width, dtype, *ends) for width in (64, 96, 128, 192, 256) for dtype in TYPES for ends in ENDS),
     *(
         Case(kernel, width, dtype)
         for kernel in ("keys", "queries", "all_gradients")
-        for width in (64, 128)
+        for width in (64, 96, 128)
         for dtype in TYPES
     ),
 ]

@@ -2,9 +2,9 @@
 
 The four functions of `kernels.Kernel`. triton is imported when one of them is called, so that `import ringflash` works
 without it. `launch` is the host side, the files named `*_kernel` are the device side. The backward is `fused_kernel`,
-or, where it must be deterministic, `keys_kernel` and `queries_kernel`; at head dimension 256, whose dk and dv do not
-fit the registers, it is that of `kernels.triton`. q, k, v, dout that TMA cannot walk (a stride or a start that is no
-multiple of 16 bytes) are copied first.
+or, where it must be deterministic, `keys_kernel` and `queries_kernel`; at head dimensions 192 and 256, whose dk and dv
+do not fit the registers, it is that of `kernels.triton`. q, k, v, dout that TMA cannot walk (a stride or a start that
+is no multiple of 16 bytes) are copied first. Head dimensions 96 and 192 are computed as 128 and 256, with zeros.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from .walk import (
     arrive_free,
     fill,
     fresh,
+    inside,
     masked_keys,
     matrix,
     new_barriers,
@@ -103,8 +104,8 @@ def _step(
 
 @gluon.jit
 def _start(
-    p_state, p_lse, state_row, count, C: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, FIRST: gl.constexpr,
-    SL: gl.constexpr, OL: gl.constexpr,
+    p_state, p_lse, state_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr,
+    FIRST: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """(acc, maximum, sum) to start from. A normalised state has the maximum lse and the sum 1, or 0 if empty."""
     RL: gl.constexpr = gl.SliceLayout(1, SL)
@@ -116,7 +117,7 @@ def _start(
         o_row = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL))
         o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
         p_acc = p_state + (o_row.to(gl.int64) * state_row)[:, None] + o_column[None, :]
-        b_acc = gl.load(p_acc, mask=(o_row < count)[:, None], other=0.0)
+        b_acc = gl.load(p_acc, mask=inside(o_row, count, o_column, D, WIDTH), other=0.0)
         o_q = C * 64 + gl.arange(0, 64, layout=RL)
         b_max = gl.load(p_lse + o_q, mask=o_q < count, other=float("-inf")) * LOG2E
         b_one = gl.where(b_max == float("-inf"), 0.0, 1.0)
@@ -127,7 +128,8 @@ def _start(
 @gluon.jit
 def _consumer(
     shared, walk, count, p_state, p_out, p_lse, p_lo, p_hi, state_row, out_row, scale_log2, k_tiles,
-    C: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """Queries 64 C ... 64 C + 63 of the tile. p_*: pointers to the tile's first row; *_row: strides."""
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16])
@@ -139,7 +141,7 @@ def _consumer(
     o_q = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SL))
     b_lo = gl.load(p_lo + o_q, mask=o_q < count, other=0)
     b_hi = gl.load(p_hi + o_q, mask=o_q < count, other=0)
-    b_acc, b_max, b_sum = _start(p_state, p_lse, state_row, count, C, D, BK, FIRST, SL, OL)
+    b_acc, b_max, b_sum = _start(p_state, p_lse, state_row, count, C, D, WIDTH, BK, FIRST, SL, OL)
     b_q = matrix(q_s.index(C))
     mbarrier.wait(q_full.index(C), 0)
     if num_steps > 0:
@@ -165,9 +167,9 @@ def _consumer(
     b_inverse = _store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
     b_acc = b_acc * gl.convert_layout(b_inverse, gl.SliceLayout(1, OL))[:, None]
     if LAST:
-        _store_out(b_q, b_acc, p_out, out_row, count, C, D)
+        _store_out(b_q, b_acc, p_out, out_row, count, C, D, WIDTH)
     else:
-        _store_state(b_acc, p_state, state_row, count, C, D, OL)
+        _store_state(b_acc, p_state, state_row, count, C, D, WIDTH, OL)
 
 
 @gluon.jit
@@ -182,33 +184,36 @@ def _store_lse(p_lse, b_max, b_sum, count, C: gl.constexpr, RL: gl.constexpr):
 
 
 @gluon.jit
-def _store_state(b_acc, p_state, state_row, count, C: gl.constexpr, D: gl.constexpr, OL: gl.constexpr):
+def _store_state(
+    b_acc, p_state, state_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, OL: gl.constexpr
+):  # fmt: skip
     o_row = fresh(C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL)))
     o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
     p_row = p_state + (o_row.to(gl.int64) * state_row)[:, None] + o_column[None, :]
-    gl.store(p_row, b_acc, mask=(o_row < count)[:, None])
+    gl.store(p_row, b_acc, mask=inside(o_row, count, o_column, D, WIDTH))
 
 
 @gluon.jit
-def _store_out(b_q, b_acc, p_out, out_row, count, C: gl.constexpr, D: gl.constexpr):
+def _store_out(b_q, b_acc, p_out, out_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
     """Write the consumer's rows of `out`, through the shared memory of its queries so that a thread writes 16 bytes."""
     CL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_q.store(b_acc.to(b_q.dtype))
     o_row = fresh(C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, CL)))
     o_column = gl.arange(0, D, layout=gl.SliceLayout(0, CL))
     p_row = p_out + (o_row.to(gl.int64) * out_row)[:, None] + o_column[None, :]
-    gl.store(p_row, b_q.load(CL), mask=(o_row < count)[:, None])
+    gl.store(p_row, b_q.load(CL), mask=inside(o_row, count, o_column, D, WIDTH))
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows"])
 def attend(
     q_desc, k_desc, v_desc, state, out, lse, lo, hi, q_tiles, k_tiles, ranges, order,
     scale_log2, num_tiles, num_full, num_heads, group, num_rows,
-    D: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    FIRST: gl.constexpr, LAST: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """q_desc, k_desc, v_desc: [B, H or G, N, D] in boxes of 64 queries or BK keys. The rest as in
-    `triton.forward_kernel.attend`, but num_full is 0 where some key tile but the last is short.
+    """q_desc, k_desc, v_desc: [B, H or G, N, D] in boxes of 64 queries or BK keys and D columns, of which the
+    tensors have WIDTH; TMA reads 0 in the others. The rest as in `triton.forward_kernel.attend`, but num_full is 0
+    where some key tile but the last is short.
     """
     i_tile = gl.load(order + gl.program_id(0) % num_tiles)
     i_bh = gl.program_id(0) // num_tiles
@@ -235,18 +240,18 @@ def attend(
     if NC == 2:
         gl.warp_specialize([
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 0, D, BK, STAGES, FIRST, LAST)),
+                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST)),
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 1, D, BK, STAGES, FIRST, LAST)),
+                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST)),
             (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, NC, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 0, D, BK, STAGES, FIRST, LAST)),
+                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST)),
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 1, D, BK, STAGES, FIRST, LAST)),
+                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST)),
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 2, D, BK, STAGES, FIRST, LAST)),
+                         k_tiles, 2, D, WIDTH, BK, STAGES, FIRST, LAST)),
             (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, NC, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -18,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .keys_kernel import columns, issue_scores, new_buffers, place, producer
-from .walk import arrive_free, matrix, new_barriers, range_of, wait_full
+from .walk import arrive_free, inside, matrix, new_barriers, range_of, wait_full
 
 
 @gluon.jit
 def _adder(
-    dq, exchange, walk, head, q_tiles, num_steps, num_masked, scale, D: gl.constexpr
+    dq, exchange, walk, head, q_tiles, num_steps, num_masked, scale, D: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
     """Add every finished [64, D / 2] piece, scaled, to its rows of dq."""
     _, dq_s, _, dq_full, dq_free = exchange
@@ -32,7 +32,7 @@ def _adder(
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     ROWS: gl.constexpr = 128 // LANES
     o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-    o_column = gl.arange(0, D // 2, layout=gl.SliceLayout(0, L))[None, :]
+    o_column = gl.arange(0, D // 2, layout=gl.SliceLayout(0, L))
     for t in range(num_steps):
         i_head, i_tile = place(walk, i_h, t, num_masked)
         row = gl.load(q_tiles + 3 * i_tile)
@@ -42,8 +42,9 @@ def _adder(
             mbarrier.wait(dq_full.index(c), t & 1)
             for i in gl.static_range(64 // ROWS):
                 b_dq = dq_s.index(c).slice(i * ROWS, ROWS, dim=0).load(L) * scale
-                p_row = p_tile + ((i * ROWS + o_row).to(gl.int64) * dq[2])[:, None] + (c * (D // 2) + o_column)
-                gl.atomic_add(p_row, b_dq, mask=(i * ROWS + o_row < count)[:, None], sem="relaxed")
+                p_row = p_tile + ((i * ROWS + o_row).to(gl.int64) * dq[2])[:, None] + (c * (D // 2) + o_column)[None, :]
+                m_piece = inside(i * ROWS + o_row, count, c * (D // 2) + o_column, D, WIDTH)
+                gl.atomic_add(p_row, b_dq, mask=m_piece, sem="relaxed")
             mbarrier.arrive(dq_free.index(c), count=1)
 
 
@@ -91,7 +92,7 @@ def _step(
 @gluon.jit
 def _consumer(
     rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, kept, grad_row, scale_log2,
-    C: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel`'s. kept: see `_keep`."""
     TL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -115,7 +116,7 @@ def _consumer(
             b_s, b_dk, b_dv = _step(
                 rings, barriers, exchange, k_half, v_half, k_columns, b_s, b_dk, b_dv, b_key, t, num_steps, scale_log2,
                 C, D, False, STAGES, TL, KL)  # fmt: skip
-    _store(kept, b_dk, b_dv, grad_row, C, D, KL)
+    _store(kept, b_dk, b_dv, grad_row, C, D, WIDTH, KL)
 
 
 @gluon.jit
@@ -130,13 +131,14 @@ def _kept(kept, i: gl.constexpr):
 
 
 @gluon.jit
-def _store(kept, b_dk, b_dv, grad_row, C: gl.constexpr, D: gl.constexpr, KL: gl.constexpr):
+def _store(kept, b_dk, b_dv, grad_row, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, KL: gl.constexpr):
     p_dk = gl.multiple_of(_kept(kept, 0).to(gl.pointer_type(gl.float32)), 16)
     p_dv = gl.multiple_of(_kept(kept, 1).to(gl.pointer_type(gl.float32)), 16)
     scale = _kept(kept, 3).to(gl.int32).to(gl.float32, bitcast=True)
     o_key = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, KL))
-    o_grad = (o_key.to(gl.int64) * grad_row)[:, None] + gl.arange(0, D, layout=gl.SliceLayout(0, KL))[None, :]
-    m_key = (o_key < _kept(kept, 2))[:, None]
+    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, KL))
+    o_grad = (o_key.to(gl.int64) * grad_row)[:, None] + o_column[None, :]
+    m_key = inside(o_key, _kept(kept, 2), o_column, D, WIDTH)
     gl.store(p_dv + o_grad, b_dv, mask=m_key)
     gl.store(p_dk + o_grad, b_dk * scale, mask=m_key)
 
@@ -145,7 +147,7 @@ def _store(kept, b_dk, b_dv, grad_row, C: gl.constexpr, D: gl.constexpr, KL: gl.
 def all_gradients(
     q_desc, k_desc, v_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc, dq, dk, dv,
     q_tiles, k_tiles, ranges, order, scale, scale_log2, dq_scale, num_tiles, num_q_tiles, num_groups, group,
-    D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel.keys`, and add dq_scale dS K to dq. dk, dv: of equal strides, rows on 16 bytes."""
     i_tile = gl.load(order + gl.program_id(0) % num_tiles)
@@ -179,10 +181,10 @@ def all_gradients(
     walk = (v0, f0, f1, v1)
     gl.warp_specialize([
         (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, kept,
-                     dk[2], scale_log2, 0, D, STAGES)),
+                     dk[2], scale_log2, 0, D, WIDTH, STAGES)),
         (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, kept,
-                     dk[2], scale_log2, 1, D, STAGES)),
-        (_adder, (dq, exchange, walk, head, q_tiles, num_steps, num_masked, dq_scale, D)),
+                     dk[2], scale_log2, 1, D, WIDTH, STAGES)),
+        (_adder, (dq, exchange, walk, head, q_tiles, num_steps, num_masked, dq_scale, D, WIDTH)),
         (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles,
                     num_q_tiles, row, STAGES)),
     ], [4, 4, 1], [REGISTERS, 24, 24])  # fmt: skip

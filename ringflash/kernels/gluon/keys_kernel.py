@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .walk import arrive_free, matrix, new_barriers, new_ring, range_of, tile_at, tma_load, wait_full
+from .walk import arrive_free, inside, matrix, new_barriers, new_ring, range_of, tile_at, tma_load, wait_full
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_rows"])
@@ -167,7 +167,7 @@ def _step(
 @gluon.jit
 def _consumer(
     rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, count, p_dk, p_dv, dk_row, dv_row,
-    scale, scale_log2, C: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    scale, scale_log2, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Keys 64 C ... 64 C + 63 of the tile. p_dk, p_dv: pointers to the tile's first row; *_row: strides."""
     TL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -191,10 +191,10 @@ def _consumer(
                 rings, barriers, k_half, v_half, b_s, b_dk, b_dv, b_key, t, num_steps, scale_log2,
                 False, STAGES, TL, KL)  # fmt: skip
     o_key = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, KL))
-    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, KL))[None, :]
-    m_key = (o_key < count)[:, None]
-    gl.store(p_dv + (o_key.to(gl.int64) * dv_row)[:, None] + o_column, b_dv, mask=m_key)
-    gl.store(p_dk + (o_key.to(gl.int64) * dk_row)[:, None] + o_column, b_dk * scale, mask=m_key)
+    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, KL))
+    m_key = inside(o_key, count, o_column, D, WIDTH)
+    gl.store(p_dv + (o_key.to(gl.int64) * dv_row)[:, None] + o_column[None, :], b_dv, mask=m_key)
+    gl.store(p_dk + (o_key.to(gl.int64) * dk_row)[:, None] + o_column[None, :], b_dk * scale, mask=m_key)
 
 
 @gluon.jit
@@ -217,7 +217,7 @@ def new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, lo_desc, STAGES:
 def keys(
     q_desc, k_desc, v_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc, dk, dv,
     q_tiles, k_tiles, ranges, order, scale, scale_log2, num_tiles, num_q_tiles, num_groups, group,
-    D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
@@ -243,9 +243,9 @@ def keys(
     head = (i_b, i_g * group, num_groups * group, group)
     gl.warp_specialize([
         (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, count, p_dk, p_dv,
-                     dk[2], dv[2], scale, scale_log2, 0, D, STAGES)),
+                     dk[2], dv[2], scale, scale_log2, 0, D, WIDTH, STAGES)),
         (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, count, p_dk, p_dv,
-                     dk[2], dv[2], scale, scale_log2, 1, D, STAGES)),
+                     dk[2], dv[2], scale, scale_log2, 1, D, WIDTH, STAGES)),
         (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, (v0, f0, f1, v1), head, q_tiles,
                      num_q_tiles, row, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...mask import View
 from ..triton.launch import LOG2E, grid, rows_argument
 from . import forward_kernel, fused_kernel, keys_kernel, queries_kernel
-from .tiling import TILINGS, Tiling
+from .tiling import TILINGS, Tiling, columns
 
 GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 MAX_ROWS = 2**31 - 1  # of all heads together: the backward's TMA finds a row by one 32-bit coordinate
@@ -30,12 +30,12 @@ def walkable(x: torch.Tensor) -> torch.Tensor:
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """x [B, N, H, D], `walkable`, as a descriptor of [B, H, N, D] in boxes of `rows` rows of one head."""
+    """x [B, N, H, D], `walkable`, as a descriptor of [B, H, N, D] in boxes of one head, `rows` x `columns`."""
     order = (0, 2, 1, 3)
     shape = [x.shape[dim] for dim in order]
     # the stride of a dimension of size 1 is never used, and may be anything
     strides = [x.stride(dim) if x.shape[dim] > 1 else shape[3] for dim in order[:3]] + [1]
-    box = [1, 1, rows, shape[3]]
+    box = [1, 1, rows, columns(shape[3])]
     layout = gl.NVMMASharedLayout.get_default_for(box, GLUON_TYPES[x.dtype])
     return TensorDescriptor(x, shape, strides, box, layout)
 
@@ -56,7 +56,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, kernel: str, q: torch.Tensor, view: View) -> Work:
-        tiles = TILINGS[kernel][q.shape[3]]
+        tiles = TILINGS[kernel][columns(q.shape[3])]
         made: Any = view.tiles(tiles.block_q, tiles.block_k, q.device)
         host = view.tiles(tiles.block_q, tiles.block_k)
         side = "k" if kernel in ("keys", "fused") else "q"
@@ -92,8 +92,8 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
         descriptor(q, 64), descriptor(k, tiles.block_k), descriptor(v, tiles.block_k),
         rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse, *work.tables,
         scale * LOG2E, num_tiles, work.num_full, heads, heads // k.shape[2], num_rows,
-        D=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages, REGISTERS=tiles.registers,
-        FIRST=first, LAST=last, num_warps=4,
+        D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
+        REGISTERS=tiles.registers, FIRST=first, LAST=last, num_warps=4,
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _by_key_tile(
         descriptor(q, tiles.block_q), descriptor(k, tiles.block_k), descriptor(v, tiles.block_k),
         descriptor(dout, tiles.block_q), *map(flat, row_starts(work, q, lse, delta, sharp)),
         *map(rows_argument, grads), *work.tables[2:], *scales, work.num_tiles, len(q_tiles), groups, heads // groups,
-        D=width, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
+        D=columns(width), WIDTH=width, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip
 
 
@@ -162,5 +162,6 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
         descriptor(q, 64), descriptor(k, tiles.block_k), descriptor(v, tiles.block_k), descriptor(dout, 64),
         rows_argument(dq), lse, delta, *work.tables,
         scale, sharp * LOG2E, work.num_busy, work.num_full, heads, heads // k.shape[2], num_rows,
-        D=width, BK=tiles.block_k, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
+        D=columns(width), WIDTH=width, BK=tiles.block_k, STAGES=tiles.num_stages, REGISTERS=tiles.registers,
+        num_warps=4,
     )  # fmt: skip

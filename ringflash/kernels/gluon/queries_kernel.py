@@ -21,6 +21,7 @@ from .walk import (
     arrive_free,
     fill,
     fresh,
+    inside,
     masked_keys,
     matrix,
     new_barriers,
@@ -96,7 +97,7 @@ def _rows_of(p_lse, p_delta, p_lo, p_hi, count, C: gl.constexpr, RL: gl.constexp
 @gluon.jit
 def _consumer(
     shared, walk, count, p_dq, p_lse, p_delta, p_lo, p_hi, dq_row, scale, scale_log2, k_tiles,
-    C: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Queries 64 C ... 64 C + 63 of the tile. p_*: pointers to the tile's first row."""
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16])
@@ -126,9 +127,9 @@ def _consumer(
         b_dq = warpgroup_mma(b_dsa, matrix(k_s.index((num_steps - 1) % STAGES)), b_dq, is_async=True)
         b_dq, b_dsa = warpgroup_mma_wait(0, deps=[b_dq, b_dsa])
     o_row = fresh(C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL)))
-    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))[None, :]
-    p_row = p_dq + (o_row.to(gl.int64) * dq_row)[:, None] + o_column
-    m_row = (o_row < count)[:, None]
+    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
+    p_row = p_dq + (o_row.to(gl.int64) * dq_row)[:, None] + o_column[None, :]
+    m_row = inside(o_row, count, o_column, D, WIDTH)
     gl.store(p_row, b_dq * scale + gl.load(p_row, mask=m_row, other=0.0), mask=m_row)
 
 
@@ -136,7 +137,7 @@ def _consumer(
 def queries(
     q_desc, k_desc, v_desc, dout_desc, dq, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
     scale, scale_log2, num_tiles, num_full, num_heads, group, num_rows,
-    D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Add to dq of one (query tile, batch, head) all key tiles that it sees. num_full, *_desc: as in the forward.
 
@@ -162,8 +163,8 @@ def queries(
     walk = (v0, f0, f1, v1, row)
     gl.warp_specialize([
         (_consumer, (shared, walk, count, p_dq, lse + o_lse, delta + o_lse, lo + row, hi + row, dq[2], scale,
-                     scale_log2, k_tiles, 0, D, BK, STAGES)),
+                     scale_log2, k_tiles, 0, D, WIDTH, BK, STAGES)),
         (_consumer, (shared, walk, count, p_dq, lse + o_lse, delta + o_lse, lo + row, hi + row, dq[2], scale,
-                     scale_log2, k_tiles, 1, D, BK, STAGES)),
+                     scale_log2, k_tiles, 1, D, WIDTH, BK, STAGES)),
         (_producer, (q_desc, k_desc, v_desc, dout_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

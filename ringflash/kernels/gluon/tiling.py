@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-HEAD_DIMS = (64, 128, 256)
-BACKWARD_DIMS = (64, 128)  # of those, whose backward is here and not in `kernels.triton`
+HEAD_DIMS = (64, 96, 128, 192, 256)
+BACKWARD_DIMS = (64, 96, 128)  # of those, whose backward is here and not in `kernels.triton`
 
 
 class Tiling(NamedTuple):
@@ -22,10 +22,15 @@ class Tiling(NamedTuple):
     registers: int
 
 
-# kernel -> head dimension -> tiles
+# kernel -> columns of a tile -> tiles
 TILINGS = {
     "forward": {64: Tiling(192, 128, 2, 3, 160), 128: Tiling(128, 128, 2, 2, 240), 256: Tiling(128, 64, 2, 2, 240)},
     "keys": {64: Tiling(64, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
     "fused": {64: Tiling(64, 128, 2, 2, 232), 128: Tiling(64, 128, 2, 2, 232)},
     "queries": {64: Tiling(128, 128, 2, 2, 240), 128: Tiling(128, 64, 3, 2, 240)},
 }
+
+
+def columns(width: int) -> int:
+    """The columns of a tile for a head dimension: a power of two. TMA reads 0 behind the tensor's last."""
+    return 1 << (width - 1).bit_length()

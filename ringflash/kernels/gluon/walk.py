@@ -74,6 +74,13 @@ def fresh(offsets):
 
 
 @gluon.jit
+def inside(o_row, count, o_column, D: gl.constexpr, WIDTH: gl.constexpr):
+    """Mask of [rows, D]: rows before `count`, and columns before WIDTH where tiles are wider than the tensor."""
+    m_row = (o_row < count)[:, None]
+    return m_row & (o_column < WIDTH)[None, :] if WIDTH < D else m_row
+
+
+@gluon.jit
 def wait_full(full, j, STAGES: gl.constexpr):
     mbarrier.wait(full.index(j % STAGES), (j // STAGES) & 1)
 
