@@ -8,13 +8,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
-# children find the environment's tools (ninja builds DeepSpeed's CPU op), and one thread a process keeps 4 ranks on 2 cores
-export PATH := $(abspath $(BIN)):$(PATH)
-
 .PHONY: demo test lint wheel mutants clean
 
 $(VENV)/ready: pyproject.toml
-	@command -v c++ >/dev/null || { echo "no C++ compiler (c++) was found: DeepSpeed builds one small op on CPUs; install g++"; exit 1; }
+	@command -v c++ >/dev/null || { echo "no C++ compiler (c++) was found, torch.compile needs one: install g++"; exit 1; }
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringflash needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
@@ -25,8 +22,8 @@ $(VENV)/ready: pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/python -m launch configs/demo.toml
 	@echo "the first steps again, on one process:"
-	$(BIN)/python -m launch configs/demo.toml --set train.name=demo/one_process --set train.steps=5 \
-		--set parallel.ring=1 --set launch.processes_per_node=1
+	OMP_NUM_THREADS=1 $(BIN)/python -m launch configs/demo.toml --set metrics.dir=runs/demo --set train.name=one_process \
+		--set train.steps=5 --set parallel.ring=1 --set launch.processes_per_node=1 --set metrics.wandb=disabled
 	$(BIN)/python -m train.report runs/demo
 
 test: $(VENV)/ready

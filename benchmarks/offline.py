@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs that are not here, and print what each costs: registers, spills, shared memory.
 
-    python benchmarks/offline.py [ARCH ...]        # default: sm_80 sm_90 sm_100 gfx942
+    python benchmarks/offline.py [ARCH ...]        # default: sm_80 sm_89 sm_90 sm_100 gfx942
 
 It runs the library's own launch code on small CPU tensors, with a driver that says it is the wanted card, and stops
 before the launch: what is compiled is exactly what that card would run. Called by tests/test_compile.py.
@@ -27,11 +27,26 @@ from ringflash.mask import View, intervals
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # usable by one program
+SHARED_BYTES = {
+    "sm_80": 166912,
+    "sm_89": 101376,
+    "sm_90": 232448,
+    "sm_100": 232448,
+    "gfx942": 65536,
+}  # usable by one program
+TMEM_COLUMNS = 512  # of sm_100
+PRODUCTS = {
+    "sm_80": re.compile(r"\bmma\.sync"),
+    "sm_89": re.compile(r"\bmma\.sync"),
+    "sm_90": re.compile(r"\bwgmma\.mma_async"),
+    "sm_100": re.compile(r"\btcgen05\.mma|\bmma\.sync"),
+    "gfx942": re.compile(r"\bv_mfma"),
+}
 KERNELS = ("forward", "keys", "queries")
 
 
@@ -39,7 +54,7 @@ class Compiled(NamedTuple):
     registers: int
     spill_bytes: int
     shared_bytes: int
-    num_wgmma: int
+    num_products: int  # instructions for matrix cores
     num_tma: int
     warnings: list[str]
     narrow_offsets: list[str]  # address computations fed by a 32-bit product of two runtime numbers
@@ -48,14 +63,15 @@ class Compiled(NamedTuple):
 class OfflineDriver:
     """As much of a Triton driver as compiling needs."""
 
-    def __init__(self, target: GPUTarget):
-        self.target = target
+    def __init__(self, arch: str):
+        self.target = TARGETS[arch]
+        self.device = list(TARGETS).index(arch)  # triton keeps what it compiled by device: one number an arch
 
     def get_current_target(self) -> GPUTarget:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -92,11 +108,12 @@ def _measure(arch: str, kernel, log: str) -> Compiled:
         registers = int(re.search(r"Used (\d+) registers", log).group(1))
         spills = max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))
     warnings = sorted(set(re.findall(r".*(?:C75\d\d|warning).*", log)))
-    ptx = asm.get("ptx", "")
-    return Compiled(
-        registers, spills, kernel.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor"),
-        warnings, narrow_offsets(asm["ttir"]),
-    )  # fmt: skip
+    if getattr(kernel.metadata, "tmem_size", 0) > TMEM_COLUMNS:
+        warnings.append(f"{kernel.metadata.tmem_size} columns of tensor memory, the card has {TMEM_COLUMNS}")
+    text = asm.get("ptx") or asm["amdgcn"]
+    num_products, num_tma = len(PRODUCTS[arch].findall(text)), text.count("cp.async.bulk.tensor")
+    narrow = narrow_offsets(asm["ttir"])
+    return Compiled(registers, spills, kernel.metadata.shared, num_products, num_tma, warnings, narrow)
 
 
 def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
@@ -124,7 +141,7 @@ def compile_offline(arch: str, width: int, dtype: torch.dtype, kernel: str, ragg
     def compiling(self, *args, warmup, **kwargs):
         compiled.append(launching(self, *args, warmup=True, **kwargs))
 
-    triton.runtime.driver.set_active(OfflineDriver(TARGETS[arch]))
+    triton.runtime.driver.set_active(OfflineDriver(arch))
     triton.runtime.jit.JITFunction.run = compiling
     log = io.StringIO()
     try:
@@ -147,17 +164,17 @@ def _row(case: tuple) -> str:
     fits = "" if got.shared_bytes <= SHARED_BYTES[arch] else "  DOES NOT FIT"
     return (
         f"{name} registers {got.registers:3} spill {got.spill_bytes:4} B shared {got.shared_bytes:6} B "
-        f"wgmma {got.num_wgmma:3} tma {got.num_tma:2} {got.warnings} {got.narrow_offsets}{fits}"
+        f"products {got.num_products:3} tma {got.num_tma:2} {got.warnings} {got.narrow_offsets}{fits}"
     )
 
 
 def main(arches: list[str]) -> None:
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    widths = {torch.bfloat16: HEAD_DIMS, torch.float16: (128,), torch.float32: (64, 128, 256)}
     cases = [
         (arch, width, dtype, kernel)
         for arch in arches
-        for dtype in dtypes
-        for width in (HEAD_DIMS if dtype != torch.float16 else (128,))
+        for dtype, some in widths.items()
+        for width in some
         for kernel in KERNELS
     ]
     with ProcessPoolExecutor(2) as pool:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from train.config import Config
 
 VERDICT_VARIABLE = "RINGFLASH_VERDICT_DIR"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 REPORT_BYTES = 65536
 """How much of the end of torchrun's stderr is kept to be read; it holds the report on the processes that failed."""
 
@@ -55,8 +56,14 @@ class Job:
     arguments: tuple[str, ...]
 
     def environment(self, node: int) -> dict[str, str]:
-        """What is added to the environment of the processes of a node."""
-        return {VERDICT_VARIABLE: str(self.config.run_dir / "verdict" / f"node{node}")}
+        """What is added to the environment of the processes of a node: the folder of verdicts, one thread a process.
+
+        torchrun would choose one thread too, with a banner; a number that is already set is left alone.
+        """
+        added = {VERDICT_VARIABLE: str(self.config.run_dir / "verdict" / f"node{node}")}
+        if self.config.launch.processes_per_node > 1 and THREADS_VARIABLE not in os.environ:
+            added[THREADS_VARIABLE] = "1"
+        return added
 
     def ranks(self, node: int) -> range:
         """The global ranks that a node holds."""

@@ -15,12 +15,14 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+MAX_TEXTS = 10_000  # a run that packs documents makes a new call each step; a forgotten one is compared again
+
 
 @dataclass
 class Agreed:
     """What the ranks of one group have agreed on so far, and how often they have all met."""
 
-    texts: set[str] = field(default_factory=set)
+    texts: dict[str, None] = field(default_factory=dict)  # a set that knows its oldest
     turns: int = 0
 
 
@@ -61,4 +63,6 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
             f"ringflash: the ranks of a ring were called with different arguments: "
             f"rank(s) {odd} with [{texts[odd[0]]}], the others with [{common}]"
         )
-    agreed.texts.add(text)
+    agreed.texts[text] = None
+    if len(agreed.texts) > MAX_TEXTS:
+        del agreed.texts[next(iter(agreed.texts))]  # the same one on every rank: they agreed in one order

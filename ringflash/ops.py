@@ -167,6 +167,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type."""
     call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, group, ulysses, timeout_s)
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # what a caller made of -inf, NaN too, reaches no gradient
     with _no_autocast(q):
         rows = torch.stack((lse, call.kernel.delta(out, dout, dlse)), -1)  # [B, H, L, 2]
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])

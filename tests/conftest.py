@@ -55,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # small tensors: more threads only wait for each other
     if config.getoption("--results") and not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist
         config.pluginmanager.register(Results(config))
 

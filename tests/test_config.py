@@ -174,7 +174,7 @@ REFUSED = {
     "optimizer.name=sgd": ("optimizer.betas", "'sgd'"),
     "optimizer.schedule=constant": ("optimizer.min_lr", "'constant'"),
     "optimizer.min_lr=1": ("min_lr = 1", "lr = 0.003"),
-    "optimizer.warmup_steps=31": ("warmup_steps = 31", "steps = 30"),
+    "optimizer.warmup_steps=25": ("warmup_steps = 25", "steps = 24"),
     "optimizer.betas=[0.9]": ("optimizer.betas = [0.9]", "2 items"),
     "optimizer.betas=[0.9, 1]": ("optimizer.betas.1 = 1", "less than 1"),
     # the rest

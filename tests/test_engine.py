@@ -53,11 +53,10 @@ def test_bf16_without_zero_is_refused():
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 1), (4, 1, 1)], ids=lambda mesh: "x".join(map(str, mesh)))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize(
+    ("zero", "dtype"), [*((zero, "float32") for zero in ZERO), *((zero, "bfloat16") for zero in ZERO[1:])]
+)
 def test_gradient_probe_passes(pool, zero, dtype, mesh):
-    if dtype == "bfloat16" and zero == 0:
-        pytest.skip("refused, see test_bf16_without_zero_is_refused")
     changes = {"model": {"architecture": "llama", "dtype": dtype, "config": training.LLAMA}}
     config = training.config_of(".", mesh=mesh, zero=zero, data={"path": "stdlib"}, **changes)
     assert pool(4)(training.probe_gradient, config, None) == [None] * 4
@@ -124,18 +123,11 @@ def test_more_processes_than_gpus_names_both(monkeypatch):
 
 @pytest.mark.parametrize(
     ("missing", "message"),
-    [
-        ("g++", "no compiler is found"),
-        ("ninja", "ninja is not found, .* pip install ninja"),
-        ("Python.h", "Python.h is missing, DeepSpeed needs it: install python3-dev"),
-    ],
+    [("compiler", "no C compiler is found .gcc, clang, cc."), ("header", "Python.h is missing, .* python3-dev")],
 )
 def test_missing_toolchain_is_one_sentence(monkeypatch, missing, message):
-    if missing == "Python.h":
-        monkeypatch.setattr(world.sysconfig, "get_path", lambda name: "/nowhere")
-    absent = ("g++", "c++") if missing == "g++" else (missing,)
-    monkeypatch.setattr(world.shutil, "which", lambda name: None if name in absent else f"/bin/{name}")
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(world.shutil, "which", lambda name: None if missing == "compiler" else f"/bin/{name}")
+    monkeypatch.setattr(world.sysconfig, "get_path", lambda name: "/nowhere")
     with pytest.raises(ValueError, match=message):
-        world.check_toolchain(world.torch.device("cpu"))
+        world.check_toolchain()

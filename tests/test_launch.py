@@ -32,16 +32,18 @@ TWO_NODES += ["--set", "parallel.ring=16"]
 @pytest.mark.parametrize(
     ("path", "processes"), [(DEMO, 4), (LLAMA, 8)], ids=lambda value: getattr(value, "stem", value)
 )
-def test_a_dry_run_prints_the_command_of_one_node(path, processes, capsys):
+def test_a_dry_run_prints_the_command_of_one_node(path, processes, capsys, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch_command([str(path), "--dry-run", "--set", "train.steps=400"]) == 0
     [line] = capsys.readouterr().out.splitlines()
-    variable, *command = shlex.split(line)
-    assert variable == f"{VERDICT_VARIABLE}=runs/{path.stem}/verdict/node0"
+    folder, threads, *command = shlex.split(line)
+    assert folder == f"{VERDICT_VARIABLE}=runs/{path.stem}/verdict/node0" and threads == "OMP_NUM_THREADS=1"
     worker = ["-m", "train", str(path), "--set", "train.steps=400"]
     assert command == [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), *worker]
 
 
-def test_a_dry_run_prints_one_line_a_node(capsys):
+def test_a_dry_run_prints_one_line_a_node(capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")  # already chosen: not printed
     assert launch_command([str(LLAMA), *TWO_NODES, "--dry-run"]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 2

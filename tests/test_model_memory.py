@@ -141,6 +141,14 @@ def test_R110_unknown_key_of_the_model(key, message):
         model.config_of(config_of(**{key: 1}).model)
 
 
-def test_softcap_of_the_logits_is_refused():
-    with pytest.raises(ValueError, match=r"model.config.final_logit_softcapping = 30.0"):
-        model.config_of(config_of("gemma3_text", final_logit_softcapping=30.0).model)
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "attention_dropout", 0.1),
+        ("gemma3_text", "attn_logit_softcapping", 50.0),
+        ("gemma3_text", "final_logit_softcapping", 30.0),
+    ],
+)
+def test_R68_what_would_be_ignored_is_refused(family, key, value):
+    with pytest.raises(ValueError, match=rf"model.config.{key} = {value}: .*; leave it out"):
+        model.config_of(config_of(family, **{key: value}).model)

@@ -236,3 +236,13 @@ def test_a_call_never_changes_its_arguments(dtype):
     kept = [x.clone() for x in tensors]
     got(*tensors)
     assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_a_gradient_of_an_infinite_lse_reaches_nothing(kernel):
+    q, k, v, dout, dlse = inputs(5, 2)  # rows 0 to 2 see no key
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = ringflash.attention(*leaves, return_lse=True, kernel=kernel)
+    dlse = dlse.masked_fill(lse == -torch.inf, torch.nan)
+    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    assert all(grad.isfinite().all() for grad in grads) and not grads[0][:, :3].any() and grads[0][:, 3:].any()

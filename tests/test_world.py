@@ -250,3 +250,19 @@ def global_where_local_is_due() -> str:
 def test_a_global_tensor_where_a_local_one_is_due(pool):
     for message in pool(4)(global_where_local_is_due):
         assert "q has 64 tokens" in message and "it must have 16: cut it with layout.shard(q) first" in message
+
+
+def many_calls() -> None:
+    kept, agreement.MAX_TEXTS = agreement.MAX_TEXTS, 3
+    try:
+        group = dist.group.WORLD
+        # "one" is forgotten, on every rank, and agreed on anew
+        for text in ("one", "two", "three", "four", "four", "one"):
+            agreement.agree(group, text, 20.0)
+        assert len(agreement._agreed[group].texts) <= 3
+    finally:
+        agreement.MAX_TEXTS = kept
+
+
+def test_what_was_agreed_on_does_not_grow_without_end(pool):
+    pool(4)(many_calls)

@@ -72,8 +72,8 @@ def tokenizer_of(data: Data, vocab_size: int) -> Tokenizer:
     tokenizer: Tokenizer = ByteTokenizer() if data.tokenizer == "bytes" else FolderTokenizer(data.tokenizer)
     if tokenizer.size > vocab_size:
         raise ValueError(
-            f"data.tokenizer = {data.tokenizer!r} has {tokenizer.size} token ids, model.config.vocab_size = {vocab_size}"
-            f" holds fewer: at least {tokenizer.size} is needed"
+            f"data.tokenizer = {data.tokenizer!r} has {tokenizer.size} token ids, model.config.vocab_size = "
+            f"{vocab_size} holds fewer: at least {tokenizer.size} is needed"
         )
     return tokenizer
 

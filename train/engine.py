@@ -4,11 +4,9 @@ All ranks, data x ring x Ulysses, are one ZeRO world. DeepSpeed averages gradien
 the loss is scaled so that what remains is the gradient of the mean over all valid targets. Called by `loop`, `probe`.
 """
 
-import io
 import logging
 import math
 from collections.abc import Iterable
-from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -39,8 +37,7 @@ class Engine:
                 "parallel.zero = 0 with model.dtype = 'bfloat16': DeepSpeed would accumulate gradients in bfloat16; "
                 "parallel.zero = 1, 2, 3 or model.dtype = 'float32' is accepted"
             )
-        with redirect_stdout(io.StringIO()):  # every rank would print that an op is built
-            self._engine: Any = self._initialize(model, config, batch)
+        self._engine: Any = self._initialize(model, config, batch)
         self._zero = config.parallel.zero
         self._clip_norm = config.optimizer.clip_norm
         self._accumulation = batch.accumulation
@@ -51,6 +48,9 @@ class Engine:
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer of torch
+        # an op for inference that each CPU process would compile and load; a process killed meanwhile leaves a lock
+        # behind on which all later runs hang
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         numel = sum(parameter.numel() for parameter in model.parameters())
         return deepspeed.initialize(
             model=model,

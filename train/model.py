@@ -24,6 +24,14 @@ ATTENTION = "ring"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+REFUSED = {
+    "attention_dropout": "attention over a ring has no dropout",
+    "attn_logit_softcapping": "the kernels cap no scores",
+    "final_logit_softcapping": "the chunked loss caps no logits",
+}
+"""Keys of a transformers config that would change the model, and why they cannot be honoured."""
+
+
 class RingModel(nn.Module):
     """A causal language model that turns this rank's tokens into the sum of their losses.
 
@@ -46,7 +54,10 @@ class RingModel(nn.Module):
 
 
 def config_of(model: Model) -> Any:
-    """The transformers config of [model]. Raises: ValueError naming a key of [model.config] that nothing reads."""
+    """The transformers config of [model].
+
+    Raises: ValueError naming a key of [model.config] that nothing reads, or one of REFUSED.
+    """
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(model.architecture).to_dict()
@@ -56,11 +67,9 @@ def config_of(model: Model) -> Any:
             hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(sorted(known))}"
             raise ValueError(f"model.config.{key} is not a key of {model.architecture!r}: {hint}")
     config = AutoConfig.for_model(model.architecture, **model.config)
-    if getattr(config, "final_logit_softcapping", None):
-        raise ValueError(
-            f"model.config.final_logit_softcapping = {config.final_logit_softcapping}: the chunked loss caps none, "
-            "leave it out"
-        )
+    for key, reason in REFUSED.items():
+        if value := getattr(config, key, None):
+            raise ValueError(f"model.config.{key} = {value}: {reason}; leave it out")
     return config
 
 

@@ -79,14 +79,14 @@ def start(config: Config, place: Place) -> Iterator[World]:
     """Join the other processes; leave them at the end.
 
     Raises: ConfigError for a world that the mesh does not fill; ValueError for more processes than GPUs, for a missing
-        compiler, ninja or Python header. All of it before any process waits for another.
+        compiler or Python header. All of it before any process waits for another.
     """
     config.batch(place.size)
     device = device_of(place)
-    check_toolchain(device)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for it when it is imported
     else:
+        check_toolchain()
         torch.cuda.set_device(device)
     _seed(config, device)
     _init(config, place, device)
@@ -123,21 +123,14 @@ def device_of(place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def check_toolchain(device: torch.device) -> None:
-    """Refuse a machine that cannot build what is compiled at the start: DeepSpeed's CPU op, Triton's launchers."""
-    scripts = str(Path(sys.executable).parent)
-    paths = os.environ.get("PATH", "").split(os.pathsep)
-    if scripts not in paths:  # ninja lies beside the interpreter, which need not be an activated one
-        os.environ["PATH"] = os.pathsep.join([scripts, *paths])
-    compilers = (os.environ.get("CXX"), "g++", "c++") if device.type == "cpu" else (os.environ.get("CC"), "gcc", "cc")
-    user = "DeepSpeed" if device.type == "cpu" else "Triton"
-    if not any(name and shutil.which(name) for name in compilers):
-        raise ValueError(f"no compiler is found ({', '.join(filter(None, compilers))}), {user} needs one: install g++")
-    if device.type == "cpu" and not shutil.which("ninja"):
-        raise ValueError("ninja is not found, DeepSpeed needs it to build its CPU op: pip install ninja")
+def check_toolchain() -> None:
+    """Refuse a GPU machine that cannot build what Triton compiles at the start of each kernel."""
+    compilers = [name for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name]
+    if not any(shutil.which(name) for name in compilers):
+        raise ValueError(f"no C compiler is found ({', '.join(compilers)}), Triton needs one: install gcc or set CC")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
-        raise ValueError(f"{header} is missing, {user} needs it: install python{sys.version_info[0]}-dev")
+        raise ValueError(f"{header} is missing, Triton needs it: install python{sys.version_info[0]}-dev")
 
 
 def _seed(config: Config, device: torch.device) -> None:
@@ -156,5 +149,6 @@ def _init(config: Config, place: Place, device: torch.device) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
+        os.environ["LOCAL_RANK"] = str(place.local_rank)  # DeepSpeed insists on it
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)

@@ -67,12 +67,13 @@ def _keys_step(
         b_q1 = stream(q_desc1, q, i_b, i_h, row, num_rows, BQ, D0, D1, UPCAST)
         b_s = tl.dot(b_k1, b_q1.T, b_s, input_precision=PRECISION)
     b_lse = (tl.load(lse + row + o_q, mask=m_q, other=0.0) if MASK else tl.load(lse + row + o_q)) * LOG2E
-    b_p = tl.exp2(b_s * scale_log2 - b_lse[None, :])
+    b_s = b_s * scale_log2 - b_lse[None, :]
     if MASK:
         # the rows behind `count` and the rows that see nothing (lse = -inf) have no key between lo and hi
         b_lo = tl.load(lo + row + o_q, mask=m_q, other=0)
         b_hi = tl.load(hi + row + o_q, mask=m_q, other=0)
-        b_p = tl.where((b_key[:, None] >= b_lo[None, :]) & (b_key[:, None] < b_hi[None, :]), b_p, 0.0)
+        b_s = tl.where((b_key[:, None] >= b_lo[None, :]) & (b_key[:, None] < b_hi[None, :]), b_s, float("-inf"))
+    b_p = tl.exp2(b_s)
     b_do0 = stream(dout_desc0, dout, i_b, i_h, row, num_rows, BQ, 0, D0, UPCAST)
     b_dv0 = tl.dot(b_p.to(b_do0.dtype), b_do0, b_dv0, input_precision=PRECISION)
     b_dp = tl.dot(b_v0, b_do0.T, input_precision=PRECISION)
@@ -119,17 +120,15 @@ def keys(
     b_dv1 = tl.zeros([BK, D1 if D1 else D0], tl.float32)
     for i_h in range(i_g * group, i_g * group + group):
         o_head = (i_b * num_groups * group + i_h).to(tl.int64) * num_rows
-        for i_q in tl.range(w0, w1):
-            b_dk0, b_dk1, b_dv0, b_dv1 = _keys_step(
-                b_dk0, b_dk1, b_dv0, b_dv1, b_k0, b_k1, b_v0, b_v1, b_key, i_q, q, dout, q_desc0, q_desc1, dout_desc0,
-                dout_desc1, lse + o_head, delta + o_head, lo, hi, q_tiles, i_b, i_h, num_rows, scale_log2, D0, D1, BQ,
-                False, RAGGED, UPCAST, PRECISION)  # fmt: skip
-        for i in tl.range(0, w0 - v0 + v1 - w1):
-            i_q = i + tl.where(i < w0 - v0, v0, w1 - (w0 - v0))
-            b_dk0, b_dk1, b_dv0, b_dv1 = _keys_step(
-                b_dk0, b_dk1, b_dv0, b_dv1, b_k0, b_k1, b_v0, b_v1, b_key, i_q, q, dout, q_desc0, q_desc1, dout_desc0,
-                dout_desc1, lse + o_head, delta + o_head, lo, hi, q_tiles, i_b, i_h, num_rows, scale_log2, D0, D1, BQ,
-                True, RAGGED, UPCAST, PRECISION)  # fmt: skip
+        # first the tiles that are full and seen whole, then those on both sides of them
+        for MASK in tl.static_range(2):
+            begin, end = (0, w0 - v0 + v1 - w1) if MASK else (w0, w1)
+            for i in tl.range(begin, end):
+                i_q = i + tl.where(i < w0 - v0, v0, w1 - (w0 - v0)) if MASK else i
+                b_dk0, b_dk1, b_dv0, b_dv1 = _keys_step(
+                    b_dk0, b_dk1, b_dv0, b_dv1, b_k0, b_k1, b_v0, b_v1, b_key, i_q, q, dout, q_desc0, q_desc1,
+                    dout_desc0, dout_desc1, lse + o_head, delta + o_head, lo, hi, q_tiles, i_b, i_h, num_rows,
+                    scale_log2, D0, D1, BQ, MASK, RAGGED, UPCAST, PRECISION)  # fmt: skip
     store(dk, b_dk0 * scale, i_b, i_g, row, count, BK, 0, D0)
     store(dv, b_dv0, i_b, i_g, row, count, BK, 0, D0)
     if D1:
@@ -154,11 +153,13 @@ def _queries_step(
     if D1:
         b_k1 = stream(k_desc1, k, i_b, i_g, row, num_keys, BK, D0, D1, UPCAST)
         b_s = tl.dot(b_q1, b_k1.T, b_s, input_precision=PRECISION)
-    b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
+    b_s = b_s * scale_log2 - b_lse[:, None]
     if MASK:
         o_k = tl.arange(0, BK)
         b_end = tl.minimum(b_hi - position, count)
-        b_p = tl.where((o_k[None, :] >= (b_lo - position)[:, None]) & (o_k[None, :] < b_end[:, None]), b_p, 0.0)
+        m_s = (o_k[None, :] >= (b_lo - position)[:, None]) & (o_k[None, :] < b_end[:, None])
+        b_s = tl.where(m_s, b_s, float("-inf"))
+    b_p = tl.exp2(b_s)
     b_v0 = stream(v_desc0, v, i_b, i_g, row, num_keys, BK, 0, D0, UPCAST)
     b_dp = tl.dot(b_do0, b_v0.T, input_precision=PRECISION)
     if D1:
@@ -201,15 +202,14 @@ def queries(
     b_do1 = load(dout, i_b, i_h, row, count, BQ, D0, D1, UPCAST) if D1 else b_do0
     b_dq0 = tl.zeros([BQ, D0], tl.float32)
     b_dq1 = tl.zeros([BQ, D1 if D1 else D0], tl.float32)
-    for i_k in tl.range(w0, w1):
-        b_dq0, b_dq1 = _queries_step(
-            b_dq0, b_dq1, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, b_lo, b_hi, i_k, k, v, k_desc0, k_desc1, v_desc0,
-            v_desc1, k_tiles, i_b, i_g, num_keys, scale_log2, D0, D1, BK, False, RAGGED, UPCAST, PRECISION)  # fmt: skip
-    for i in tl.range(0, w0 - v0 + v1 - w1):
-        i_k = i + tl.where(i < w0 - v0, v0, w1 - (w0 - v0))
-        b_dq0, b_dq1 = _queries_step(
-            b_dq0, b_dq1, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, b_lo, b_hi, i_k, k, v, k_desc0, k_desc1, v_desc0,
-            v_desc1, k_tiles, i_b, i_g, num_keys, scale_log2, D0, D1, BK, True, RAGGED, UPCAST, PRECISION)  # fmt: skip
+    for MASK in tl.static_range(2):
+        begin, end = (0, w0 - v0 + v1 - w1) if MASK else (w0, w1)
+        for i in tl.range(begin, end):
+            i_k = i + tl.where(i < w0 - v0, v0, w1 - (w0 - v0)) if MASK else i
+            b_dq0, b_dq1 = _queries_step(
+                b_dq0, b_dq1, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, b_lo, b_hi, i_k, k, v, k_desc0, k_desc1,
+                v_desc0, v_desc1, k_tiles, i_b, i_g, num_keys, scale_log2, D0, D1, BK, MASK, RAGGED, UPCAST,
+                PRECISION)  # fmt: skip
     store(dq, b_dq0 * scale + load(dq, i_b, i_h, row, count, BQ, 0, D0, False), i_b, i_h, row, count, BQ, 0, D0)
     if D1:
         b_old = load(dq, i_b, i_h, row, count, BQ, D0, D1, False)

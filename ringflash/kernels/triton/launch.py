@@ -78,7 +78,7 @@ class Work(NamedTuple):
     """
 
     tiling: Tiling
-    tables: tuple[torch.Tensor, ...]
+    tables: tuple
     num_tiles: int
     num_busy: int
     num_full: int

@@ -17,7 +17,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def pointers(x, i_b, i_h, row, BLOCK: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr):
     """Pointers to x[i_b, row : row + BLOCK, i_h, COLUMN : COLUMN + WIDTH]."""
-    p_base = x[0] + i_b.to(tl.int64) * x[1] + row.to(tl.int64) * x[2] + i_h.to(tl.int64) * x[3]
+    p_base = x[0] + tl.cast(i_b, tl.int64) * x[1] + tl.cast(row, tl.int64) * x[2] + tl.cast(i_h, tl.int64) * x[3]
     o_row = tl.arange(0, BLOCK).to(tl.int64) * x[2]
     return p_base + o_row[:, None] + (COLUMN + tl.arange(0, WIDTH))[None, :]
 

@@ -1,7 +1,7 @@
 """Which tiles each kernel uses: a table, not an autotuner, because these kernels add to their arguments.
 
-Each row is the largest tile that neither spills nor serialises its matrix products; `benchmarks/offline.py` prints what
-the compiler makes of every row.
+Each row is the largest tile that the card's shared memory holds and that neither spills nor serialises its products;
+`benchmarks/offline.py` prints what the compiler makes of every row. fp32 is there to be right: its tiles are small.
 """
 
 from __future__ import annotations
@@ -30,15 +30,42 @@ class Tiling(NamedTuple):
 
 
 # kernel -> the largest head dimension of a row -> tiles
-HALF = {
+Rows = dict[str, dict[int, Tiling]]
+
+HOPPER: Rows = {
     "forward": {64: Tiling(128, 128, 8, 3), 128: Tiling(128, 64, 8, 3), 256: Tiling(128, 64, 8, 2)},
     "keys": {128: Tiling(64, 128, 8, 3), 256: Tiling(64, 64, 8, 2)},
     "queries": {128: Tiling(128, 64, 8, 3), 192: Tiling(128, 64, 8, 2), 256: Tiling(64, 64, 8, 2)},
 }
-FLOAT = {
-    "forward": {64: Tiling(64, 64, 4, 2), 128: Tiling(64, 32, 4, 2), 256: Tiling(64, 32, 4, 1)},
-    "keys": {64: Tiling(32, 64, 4, 2), 128: Tiling(32, 32, 8, 2), 256: Tiling(16, 32, 8, 1)},
-    "queries": {64: Tiling(64, 32, 4, 2), 128: Tiling(32, 32, 4, 2), 256: Tiling(32, 16, 8, 1)},
+BLACKWELL: Rows = {
+    "forward": HOPPER["forward"],
+    "keys": {64: Tiling(64, 128, 8, 2), 128: Tiling(64, 64, 8, 2), 256: Tiling(32, 64, 8, 1)},
+    "queries": {128: Tiling(128, 64, 8, 2), 192: Tiling(64, 64, 8, 2), 256: Tiling(64, 32, 8, 2)},
+}
+AMPERE: Rows = {
+    "forward": HOPPER["forward"] | {192: Tiling(128, 64, 8, 2), 256: Tiling(128, 32, 8, 2)},
+    "keys": {
+        64: Tiling(64, 128, 8, 3),
+        128: Tiling(64, 64, 8, 3),
+        192: Tiling(32, 32, 4, 2),
+        256: Tiling(32, 64, 8, 1),
+    },
+    "queries": {128: Tiling(128, 64, 8, 3), 192: Tiling(64, 32, 4, 2), 256: Tiling(64, 32, 8, 2)},
+}
+SMALL: Rows = {  # 64 KiB of shared memory: AMD; and NVIDIA's smaller cards, with 99
+    "forward": {128: Tiling(128, 64, 8, 2), 256: Tiling(64, 32, 4, 2)},
+    "keys": {96: Tiling(32, 64, 4, 2), 128: Tiling(32, 64, 8, 1), 256: Tiling(32, 32, 4, 1)},
+    "queries": {64: Tiling(128, 64, 8, 2), 128: Tiling(64, 32, 4, 2), 256: Tiling(32, 32, 4, 1)},
+}
+CUDA_FP32: Rows = {
+    "forward": {64: Tiling(32, 32, 8, 1), 256: Tiling(16, 32, 8, 1)},
+    "keys": {128: Tiling(32, 32, 8, 1), 256: Tiling(16, 16, 8, 1)},
+    "queries": {128: Tiling(32, 32, 8, 1), 256: Tiling(16, 16, 8, 1)},
+}
+HIP_FP32: Rows = {
+    "forward": {128: Tiling(32, 32, 4, 1), 256: Tiling(16, 16, 4, 1)},
+    "keys": {128: Tiling(16, 32, 4, 1), 256: Tiling(16, 16, 4, 1)},
+    "queries": {128: Tiling(32, 32, 4, 1), 256: Tiling(16, 16, 4, 1)},
 }
 
 
@@ -50,5 +77,9 @@ def columns(width: int) -> tuple[int, int]:
 
 def tiling(kernel: str, width: int, element_size: int, card: Card) -> Tiling:
     """The tiles of a kernel ("forward", "keys", "queries") for a head dimension and an element of 2 or 4 bytes."""
-    rows = (HALF if element_size == 2 else FLOAT)[kernel]
-    return next(tiles for limit, tiles in rows.items() if width <= limit)
+    if element_size == 4:
+        rows = CUDA_FP32 if card.backend == "cuda" else HIP_FP32
+    else:
+        families: dict[int | str, Rows] = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
+        rows = families.get(card.arch, SMALL)
+    return rows[kernel][min(limit for limit in rows[kernel] if width <= limit)]

@@ -1,0 +1,295 @@
+"""The Triton kernels in Triton's interpreter, against the fp64 reference: whole rings played hop by hop, small tiles.
+
+triton looks at TRITON_INTERPRET when it is imported, so all that computes runs in a process of its own. What only a GPU
+can show is in test_gpu.py; what a compiler can show, in test_compile.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+import torch
+from conftest import TOLERANCE, error
+from masks import MASKS
+from oracle import NAMES, inputs, want
+
+from ringflash import arguments, mask
+from ringflash.kernels import State, triton
+from ringflash.kernels.triton.tiling import HEAD_DIMS, Tiling
+from ringflash.layouts import LAYOUTS
+
+SIZE = 96
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2 * TOLERANCE[torch.bfloat16]}  # cut, not rounded
+TILES = {"forward": Tiling(32, 16, 4, 1), "keys": Tiling(16, 32, 4, 1), "queries": Tiling(32, 16, 4, 1)}
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable]:
+    """run(function, *args, **kwargs) in the interpreting process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_interpret) as worker:
+        yield lambda function, *args, **kwargs: worker.submit(function, *args, **kwargs).result()
+
+
+def one_rank(rank: int, segments: list, bounds: tuple, tensors: tuple, sums: tuple, *, scale: float) -> tuple:
+    """out and lse of one rank after its forward hops, dq after its backward hops; adds dk and dv to `sums`."""
+    q, k, v, dout, dlse = tensors
+    where = [torch.from_numpy(mask.positions(part)) for part in segments]
+    plan = mask.plan(segments, rank, *bounds)
+    rows = where[rank]
+    q_local, dout_local = q[:, rows], dout[:, rows]
+    acc, out = torch.full(q_local.shape, torch.nan), torch.full_like(q_local, torch.nan)
+    lse = torch.full((q.shape[0], q.shape[2], len(rows)), torch.nan)
+    hops = enumerate(zip(plan.hops, plan.views, strict=True))
+    work = [(i, view, where[(rank - hop) % len(segments)]) for i, (hop, view) in hops if view is not None]
+    for i, view, keys in work:
+        state = State(None if plan.first == plan.last else acc, out, lse)
+        first, last = i == plan.first, i == plan.last
+        triton.forward(q_local, k[:, keys], v[:, keys], view, state, scale=scale, first=first, last=last)
+    if not work:
+        out.zero_(), lse.fill_(-torch.inf)
+    delta = triton.delta(out, dout_local, dlse[..., rows])
+    dq = torch.zeros(q_local.shape)
+    for _, view, keys in work:
+        dk, dv = torch.full((2, k.shape[0], len(keys), *k.shape[2:]), torch.nan)
+        triton.backward(dout_local, q_local, k[:, keys], v[:, keys], lse, delta, view, dq, dk, dv, scale=scale)
+        sums[0][:, keys] += dk
+        sums[1][:, keys] += dv
+    return out, lse.transpose(1, 2), dq
+
+
+def ring(
+    given: dict, segments: list, tiles: dict[str, Tiling] | None = None, *, scale: float = 0.2, **shapes
+) -> dict[str, torch.Tensor]:
+    """out, lse, dq, dk, dv of a ring with these segments, in the order of the sequence."""
+    from ringflash.kernels.triton import launch
+
+    if tiles is not None:
+        launch.tiling = lambda kernel, width, element_size, card: tiles[kernel]
+    tensors = inputs(sum(int(part[:, 1].sum()) for part in segments), **shapes)
+    q, k = tensors[:2]
+    given = {"causal": None, "window": None, "cu_seqlens": None, "intervals": None} | given
+    bounds = arguments.mask_of(q, k, None, **given).intervals(q.shape[1], k.shape[1])
+    sums = torch.zeros(k.shape), torch.zeros(k.shape)
+    parts = [one_rank(rank, segments, bounds, tensors, sums, scale=scale) for rank in range(len(segments))]
+    order = torch.argsort(torch.cat([torch.from_numpy(mask.positions(part)) for part in segments]))
+    out, lse, dq = (torch.cat(some, 1)[:, order] for some in zip(*parts, strict=True))
+    return dict(zip(NAMES, (out, lse.transpose(1, 2), dq, *sums), strict=True))
+
+
+def segments_of(*ranks: list[tuple[int, int]]) -> list[np.ndarray]:
+    return [np.array(part) for part in ranks]
+
+
+WHOLE = segments_of([(0, SIZE)])
+RINGS = {
+    "even": segments_of([(0, 32), (64, 32)], [(32, 32)]),
+    "odd": segments_of([(0, 17), (50, 20)], [(17, 33), (70, 26)]),
+    "crumbs": segments_of([(0, 3), (7, 1), (40, 5), (90, 6)], [(3, 4), (8, 32)], [(45, 45)]),
+}
+
+
+def check(results: dict, wanted: dict, dtype: torch.dtype = torch.float32) -> None:
+    errors = {name: error(results[name], wanted[name]) for name in NAMES}
+    assert all(value <= ROUNDING[dtype] for value in errors.values()), errors
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_over_irregular_segments(run, name):
+    given, shapes = MASKS[name](SIZE), {"heads": 2, "groups": 1}
+    check(run(ring, given, RINGS["odd"], TILES, **shapes), want(*inputs(SIZE, **shapes), scale=0.2, **given))
+
+
+@pytest.mark.parametrize("name", ["full", "documents_window", "random"])
+@pytest.mark.parametrize("segments", ["even", "crumbs"])
+def test_every_kind_of_cut(run, segments, name):
+    given, shapes = MASKS[name](SIZE), {"heads": 2, "groups": 1}
+    check(run(ring, given, RINGS[segments], TILES, **shapes), want(*inputs(SIZE, **shapes), scale=0.2, **given))
+
+
+@pytest.mark.parametrize(("layout", "size"), [*((name, 2) for name in LAYOUTS), ("zigzag", 4), ("contiguous", 3)])
+def test_every_layout_carries_its_state_round_the_ring(run, layout, size):
+    given, shapes = MASKS["documents"](SIZE), {"heads": 2, "groups": 2}
+    segments = LAYOUTS[layout].segments(SIZE, size, 1, np.arange(SIZE))
+    check(run(ring, given, segments, TILES, **shapes), want(*inputs(SIZE, **shapes), scale=0.2, **given))
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(width, torch.float32) for width in HEAD_DIMS]
+    + [(width, dtype) for width in (64, 96) for dtype in (torch.float16, torch.bfloat16)],
+    ids=str,
+)
+def test_every_head_dimension_and_dtype(run, width, dtype):
+    segments, shapes = segments_of([(0, 40)]), {"heads": 2, "groups": 1, "width": width, "dtype": dtype}
+    check(run(ring, {}, segments, TILES, **shapes), want(*inputs(40, **shapes), scale=0.2), dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("causal", torch.bfloat16), ("window", torch.float16), ("window", torch.float32)], ids=str
+)
+def test_the_tiles_that_are_shipped(run, name, dtype):
+    """130 rows: a full tile of 128 and a tail of 2, for the keys as for the queries."""
+    segments, shapes = segments_of([(0, 130)]), {"heads": 2, "groups": 1, "width": 64, "dtype": dtype}
+    given = MASKS[name](130)
+    check(run(ring, given, segments, **shapes), want(*inputs(130, **shapes), scale=0.2, **given), dtype)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 3), (3, 1), (8, 2), (8, 1)])
+def test_grouped_heads_and_a_batch(run, heads, groups):
+    segments, shapes = segments_of([(0, 40)]), {"heads": heads, "groups": groups, "batch": 2}
+    check(run(ring, {}, segments, TILES, **shapes), want(*inputs(40, **shapes), scale=0.2))
+
+
+@pytest.mark.parametrize("scale", [-0.7, 40.0, 0.0])
+def test_any_finite_scale(run, scale):
+    segments, shapes = segments_of([(0, 40)]), {"heads": 2, "groups": 1}
+    results, wanted = run(ring, {}, segments, TILES, scale=scale, **shapes), want(*inputs(40, **shapes), scale=scale)
+    for name in NAMES if scale else ("out", "lse", "dv"):
+        assert error(results[name], wanted[name]) < (1e-5 if abs(scale) <= 3 else 1e-4), name
+    if not scale:
+        assert not results["dq"].any() and not results["dk"].any()
+
+
+def one_device(tensors: tuple, given: dict, *, scale: float = 0.2) -> dict[str, torch.Tensor]:
+    """One hop that is all there is. The tensors stay as they stand in memory: no copy straightens their strides."""
+    from ringflash.kernels.triton import launch
+
+    launch.tiling = lambda kernel, *_: TILES[kernel]
+    q, k, v, dout, dlse = tensors
+    masks = {"causal": None, "window": None, "cu_seqlens": None, "intervals": None} | given
+    lo, hi = arguments.mask_of(q, k, None, **masks).intervals(q.shape[1], k.shape[1])
+    view = mask.View(lo, hi, np.array([[0, len(lo)]]), np.array([[0, k.shape[1]]]))
+    out, lse = torch.full(q.shape, torch.nan), torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan)
+    triton.forward(q, k, v, view, State(None, out, lse), scale=scale, first=True, last=True)
+    delta = triton.delta(out, dout, dlse)
+    dq, dk, dv = torch.zeros(q.shape), torch.full(k.shape, torch.nan), torch.full(v.shape, torch.nan)
+    triton.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale)
+    return dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
+
+
+def moved(tensors: tuple, how: str) -> tuple:
+    """The same values in another order of memory; the innermost stride stays 1."""
+    if how == "transposed":
+        return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:4]) + tensors[4:]
+    if how == "odd strides":  # no multiple of 16 bytes: pointers instead of descriptors
+        return tuple(torch.cat((x, x[..., :1]), 3)[..., : x.shape[3]] for x in tensors[:4]) + tensors[4:]
+    if how == "odd start":
+        return tuple(torch.cat((x[..., :1], x), 3)[..., 1:] for x in tensors[:4]) + tensors[4:]
+    q, k, v, dout, dlse = tensors
+    packed = torch.cat((q, k, v, dout), 2)
+    return *packed.split([q.shape[2], k.shape[2], v.shape[2], dout.shape[2]], 2), dlse.transpose(1, 2).contiguous().mT
+
+
+@pytest.mark.parametrize("how", ["transposed", "odd strides", "odd start", "packed"])
+def test_R07_strides_change_nothing(run, how):
+    tensors = inputs(40, batch=2, width=32)
+    other = moved(tensors, how)
+    assert not any(x.is_contiguous() for x in other[:4])
+    plain, results = (run(one_device, some, {}) for some in (tensors, other))
+    assert all(torch.equal(results[name], plain[name]) for name in NAMES)
+
+
+def test_R07_expanded_gradients_and_keys(run):
+    """dout of a plain sum has the strides 0; so have keys that all heads share."""
+    q, k, v, dout, dlse = inputs(40, heads=4, groups=4)
+    k, v = (x[:, :, :1].expand(-1, -1, 4, -1) for x in (k, v))
+    tensors = (q, k, v, dout[:1, :1, :1].expand(1, 40, 4, -1), dlse[:, :, :1].expand(-1, -1, 40))
+    check(run(one_device, tensors, {}), want(*tensors, scale=0.2))
+
+
+@pytest.mark.parametrize("given", [{}, {"causal": False}, {"window": 9}], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(20, 50), (50, 20), (1, 33), (33, 1)])
+def test_R39_keys_may_be_more_or_fewer_than_queries(run, queries, keys, given):
+    tensors = inputs(queries, keys, heads=2, groups=1)
+    check(run(one_device, tensors, given), want(*tensors, scale=0.2, **given))
+
+
+@pytest.mark.parametrize(("queries", "keys", "empty"), [(1, 0, 1), (5, 2, 3)])
+def test_R08_a_query_without_keys_has_out_0_and_lse_minus_infinity(run, queries, keys, empty):
+    tensors = inputs(queries, keys)
+    results = run(one_device, tensors, {})
+    assert not results["out"][:, :empty].any() and not results["dq"][:, :empty].any()
+    assert (results["lse"][..., :empty] == -torch.inf).all()
+    check(results, want(*tensors, scale=0.2))
+
+
+def test_R17_rows_without_keys_put_no_nan_into_the_gradients_of_the_others(run):
+    lo, hi = (torch.arange(130, dtype=torch.int32) - back for back in (20, 4))
+    given = {"intervals": (lo.clamp_min(0), hi.clamp_min(0))}
+    tensors = inputs(130, heads=2, groups=1)
+    results = run(one_device, tensors, given)
+    assert (results["lse"][..., :5] == -torch.inf).all() and not results["dq"][:, :5].any()
+    check(results, want(*tensors, scale=0.2, **given))
+
+
+def between(state: State, tensors: tuple) -> State:
+    """A hop that is neither first nor last: 96 queries with a window of 20 against keys 64 to 80."""
+    q, k, v, *_ = tensors
+    from ringflash.kernels.triton import launch
+
+    launch.tiling = lambda kernel, *_: TILES[kernel]
+    view = mask.View(*mask.intervals(96, 96, causal=True, window=20), np.array([[0, 96]]), np.array([[64, 16]]))
+    triton.forward(q, k[:, 64:80], v[:, 64:80], view, state, scale=0.2, first=False, last=False)
+    return state
+
+
+def test_a_hop_in_between_leaves_tiles_that_see_nothing_alone(run):
+    tensors = inputs(96)
+    before = State(torch.randn(tensors[0].shape), torch.full_like(tensors[0], torch.nan), torch.randn(1, 4, 96))
+    after = run(between, State(*(x.clone() for x in before)), tensors)  # tensors go to the process as shared memory
+    assert after.out.isnan().all(), "out is written by the last hop only"
+    assert torch.equal(after.acc[:, :64], before.acc[:, :64]) and torch.equal(after.lse[..., :64], before.lse[..., :64])
+    assert not torch.equal(after.acc[:, 64:], before.acc[:, 64:])
+
+
+def described(x: torch.Tensor, arch: int) -> list[list[int] | None]:
+    """The box of each descriptor of x, or None where it is read by pointers."""
+    from ringflash.kernels.triton import launch
+    from ringflash.kernels.triton.tiling import Card
+
+    return [made and made.block_shape for made in launch.descriptors(x, 32, Card("cuda", arch))]
+
+
+@pytest.mark.parametrize(
+    ("x", "arch", "boxes"),
+    [
+        (torch.empty(2, 8, 3, 64), 90, [[1, 1, 32, 64], None]),
+        (torch.empty(2, 8, 3, 96), 100, [[1, 1, 32, 64], [1, 1, 32, 32]]),
+        (torch.empty(2, 8, 3, 64), 80, [None, None]),
+        (torch.empty(2, 8, 3, 65)[..., :64], 90, [None, None]),
+        (torch.empty(1, 8, 1, 65).as_strided((1, 8, 1, 64), (7, 64, 7, 1)), 90, [[1, 1, 32, 64], None]),
+        (torch.empty(2, 8, 1, 64).expand(2, 8, 3, 64), 90, [None, None]),
+        (torch.empty(2, 0, 3, 64), 90, [None, None]),
+    ],
+    ids=["plain", "two blocks", "no TMA", "odd strides", "strides of size 1", "stride 0", "empty"],
+)
+def test_tensors_are_read_by_descriptor_where_the_card_can(x, arch, boxes):
+    assert described(x, arch) == boxes
+
+
+def test_a_grid_that_no_card_takes_is_refused():
+    from ringflash.kernels.triton import launch
+
+    assert launch.grid(8192, 1, 64) == (8192 * 64,)  # R05: all on the axis that goes beyond 65,535
+    with pytest.raises(ValueError, match="8589934592 programs, of at most 2147483647"):
+        launch.grid(2**20, 128, 64)
+
+
+def test_refusals_say_what_would_do(monkeypatch):
+    q = torch.empty(1, 4, 1, 64)
+    assert "TRITON_INTERPRET=1; q is on cpu, where kernel='eager' runs" in triton.refuses(q, q, True, 3)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton.refuses(q, q, True, 3) is None
+    assert "(16, 32, 64, 96, 128, 192, 256), got 48" in triton.refuses(q[..., :48], q, True, 3)
+    monkeypatch.setitem(__import__("sys").modules, "triton", None)
+    assert "needs the package triton" in triton.refuses(q, q, True, 3)
