@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import triton
-from offline import TARGETS, OfflineDriver, narrow_offsets
+from offline import OfflineDriver, narrow_offsets
 
 from ringflash.kernels import State
 from ringflash.kernels.gluon import launch
@@ -157,14 +157,14 @@ def _sass(cubin: bytes) -> str:
 
 
 def compile_offline(case: Case) -> Compiled:
-    """Compile one case; raises what the compiler raises."""
+    """Compile one case; raises what the compiler raises. Wants a process of its own: Triton is told of another card."""
     compiled = {}
     launching = triton.runtime.jit.JITFunction.run
 
     def compiling(self, *args, warmup, **kwargs):
         compiled[self.fn.__name__] = launching(self, *args, warmup=True, **kwargs)
 
-    triton.runtime.driver.set_active(OfflineDriver(TARGETS["sm_90"]))
+    triton.runtime.driver.set_active(OfflineDriver("sm_90"))
     triton.runtime.jit.JITFunction.run = compiling
     log = io.StringIO()
     try:
