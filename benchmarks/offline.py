@@ -8,11 +8,15 @@ before the launch: what is compiled is exactly what that card would run. Called 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import datetime
 import io
+import json
 import re
-import sys
+import subprocess
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -154,21 +158,29 @@ def compile_offline(arch: str, width: int, dtype: torch.dtype, kernel: str, ragg
     return _measure(arch, compiled[0], log.getvalue())
 
 
-def _row(case: tuple) -> str:
+def _row(case: tuple) -> dict:
     arch, width, dtype, kernel = case
-    name = f"{arch:7} {kernel:8} D={width:<4} {str(dtype).removeprefix('torch.'):9}"
+    row = {"arch": arch, "direction": kernel, "d": width, "dtype": str(dtype).removeprefix("torch.")}
     try:
         got = compile_offline(*case)
     except Exception as error:
-        return f"{name} FAILED {str(error)[:100]}"
-    fits = "" if got.shared_bytes <= SHARED_BYTES[arch] else "  DOES NOT FIT"
+        return row | {"failed": str(error)[:100]}
+    return row | got._asdict() | {"shared_limit_bytes": SHARED_BYTES[arch]}
+
+
+def _line(row: dict) -> str:
+    name = f"{row['arch']:7} {row['direction']:8} D={row['d']:<4} {row['dtype']:9}"
+    if "failed" in row:
+        return f"{name} FAILED {row['failed']}"
+    fits = "" if row["shared_bytes"] <= row["shared_limit_bytes"] else "  DOES NOT FIT"
     return (
-        f"{name} registers {got.registers:3} spill {got.spill_bytes:4} B shared {got.shared_bytes:6} B "
-        f"products {got.num_products:3} tma {got.num_tma:2} {got.warnings} {got.narrow_offsets}{fits}"
+        f"{name} registers {row['registers']:3} spill {row['spill_bytes']:4} B shared {row['shared_bytes']:6} B "
+        f"products {row['num_products']:3} tma {row['num_tma']:2} {row['warnings']} {row['narrow_offsets']}{fits}"
     )
 
 
-def main(arches: list[str]) -> None:
+def main(arches: list[str]) -> list[dict]:
+    """Print a line for each kernel and return the rows."""
     widths = {torch.bfloat16: HEAD_DIMS, torch.float16: (128,), torch.float32: (64, 128, 256)}
     cases = [
         (arch, width, dtype, kernel)
@@ -177,10 +189,32 @@ def main(arches: list[str]) -> None:
         for width in some
         for kernel in KERNELS
     ]
+    rows = []
     with ProcessPoolExecutor(2) as pool:
         for row in pool.map(_row, cases):
-            print(row, flush=True)
+            print(_line(row), flush=True)
+            rows.append(row)
+    return rows
+
+
+def save(rows: list[dict], path: Path) -> None:
+    """Keep the rows for the documents: see docs/render.py."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    result = {
+        "command": "python benchmarks/offline.py",
+        "commit": commit,
+        "hardware": f"no GPU: compiled by triton {triton.__version__}",
+        "date": datetime.date.today().isoformat(),
+        "rows": rows,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(TARGETS))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arch", nargs="*", help=f"of {', '.join(TARGETS)}; all unless given")
+    parser.add_argument("--results", type=Path, help="also write the rows to this JSON file")
+    arguments = parser.parse_args()
+    rows = main(arguments.arch or list(TARGETS))
+    if arguments.results:
+        save(rows, arguments.results)

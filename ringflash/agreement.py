@@ -64,5 +64,5 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float) -> None:
             f"rank(s) {odd} with [{texts[odd[0]]}], the others with [{common}]"
         )
     agreed.texts[text] = None
-    if len(agreed.texts) > MAX_TEXTS:
+    while len(agreed.texts) > MAX_TEXTS:
         del agreed.texts[next(iter(agreed.texts))]  # the same one on every rank: they agreed in one order

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import pathlib
+import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -60,6 +61,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Results(config))
 
 
+def command(args: Sequence[str]) -> str:
+    """The command line, without where its results went and what the tester's machine needed."""
+    words = iter(args)
+    kept = ["pytest"]
+    for word in words:
+        if word in ("--results", "--commit", "-p", "-n"):
+            next(words)
+        elif not word.startswith(("-q", "--tb")):
+            kept.append(word)
+    return shlex.join(kept)
+
+
 class Results:
     """Writes what each test did and recorded, with commit, hardware and date."""
 
@@ -75,7 +88,7 @@ class Results:
     def pytest_sessionfinish(self) -> None:
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         result = {
-            "command": "pytest " + " ".join(self.config.invocation_params.args),
+            "command": command(self.config.invocation_params.args),
             "commit": self.config.getoption("--commit") or git.stdout.strip(),
             "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "date": datetime.date.today().isoformat(),

@@ -101,7 +101,9 @@ def set_checkpointing(model: Any, memory: Memory) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if memory.checkpoint == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
-    model.activation_checkpointing_enable(options)
+    # the name of newer versions of transformers, and of older ones
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
 
 
 def _keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
