@@ -162,8 +162,7 @@ def _(q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, dete
 def attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
-    causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
-    group: str, ulysses: int, timeout_s: float,
+    causal: bool, window: int, scale: float, kernel: str, group: str, ulysses: int, timeout_s: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type."""
     call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, group, ulysses, timeout_s)
@@ -174,33 +173,23 @@ def attention_backward(
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
         lse, delta = (call.scatter_rows(x) for x in rows.unbind(-1))
         dq, dk, dv = ring.backward(
-            dout_heads,
-            q_heads,
-            k_heads,
-            v_heads,
-            lse,
-            delta,
-            call.plan,
-            call.ring,
-            call.kernel,
-            scale=scale,
-            deterministic=deterministic,
+            dout_heads, q_heads, k_heads, v_heads, lse, delta, call.plan, call.ring, call.kernel, scale=scale
         )
     return call.gather(dq.to(q.dtype)), call.gather_kv(dk, k.dtype), call.gather_kv(dv, v.dtype)
 
 
 @attention_backward.register_fake
 def _(
-    dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group,
-    ulysses, timeout_s,
+    dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, group, ulysses,
+    timeout_s,
 ):  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, *where = inputs
+    q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, _, group, num_ulysses, timeout_s = inputs
     ctx.save_for_backward(q, k, v, *output, segments, cu_seqlens, bounds)
-    ctx.rest = (causal, window, scale, kernel, deterministic, *where)
+    ctx.rest = (causal, window, scale, kernel, group, num_ulysses, timeout_s)
     ctx.set_materialize_grads(False)
 
 

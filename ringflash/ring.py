@@ -50,7 +50,7 @@ def forward(
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    plan: Plan, transport: Transport | None, kernel: Kernel, *, scale: float, deterministic: bool = True,
+    plan: Plan, transport: Transport | None, kernel: Kernel, *, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of all ranks' losses, summed, with respect to the local q, k, v.
 
@@ -66,17 +66,7 @@ def backward(
         view = plan.views[i]
         if view:
             kernel.backward(
-                dout,
-                q,
-                k_visiting,
-                v_visiting,
-                lse,
-                delta,
-                view,
-                dq,
-                *(fresh if i else total),
-                scale=scale,
-                deterministic=deterministic,
+                dout, q, k_visiting, v_visiting, lse, delta, view, dq, *(fresh if i else total), scale=scale
             )
         if moving is not None:
             # what this block collected elsewhere has travelled under the kernel: add ours on arrival

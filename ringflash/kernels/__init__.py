@@ -50,13 +50,11 @@ class Kernel(Protocol):
 
     def backward(
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
-        delta: torch.Tensor, view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *,
-        scale: float, deterministic: bool = True,
+        delta: torch.Tensor, view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
     ) -> None:  # fmt: skip
         """Gradients of one hop from the lse [B, H, L] and delta over *all* keys.
 
         dq: [B, L, H, D] fp32, added to; dk, dv: [B, K, G, D] fp32, every row written (0 where nobody looks)
-        deterministic: the same bits in repeated calls; where False, a kernel may take a faster way that is not
         """
 
 

@@ -144,10 +144,9 @@ def forward(
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *,
-    scale: float, deterministic: bool = True,
+    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
 ) -> None:  # fmt: skip
-    """See `kernels.Kernel.backward`. A row with lse = -inf is in no piece. `refuses` says where bits may differ."""
+    """See `kernels.Kernel.backward`. A row with lse = -inf is in no piece."""
     dk.zero_()
     dv.zero_()
     heads, groups = q.shape[2], k.shape[2]

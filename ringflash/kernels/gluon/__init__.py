@@ -1,10 +1,10 @@
 """Attention of one hop in Gluon, Triton's low-level dialect, for Hopper: TMA, wgmma, mbarriers, specialised warps.
 
 The four functions of `kernels.Kernel`. triton is imported when one of them is called, so that `import ringflash` works
-without it. `launch` is the host side, the files named `*_kernel` are the device side. The backward is `fused_kernel`,
-or, where it must be deterministic, `keys_kernel` and `queries_kernel`; at head dimensions 192 and 256, whose dk and dv
-do not fit the registers, it is that of `kernels.triton`. q, k, v, dout that TMA cannot walk (a stride or a start that
-is no multiple of 16 bytes) are copied first. Head dimensions 96 and 192 are computed as 128 and 256, with zeros.
+without it. `launch` is the host side; `forward_kernel`, `keys_kernel` and `queries_kernel` are the device side. The
+backward of head dimensions 192 and 256, whose dk and dv do not fit the registers, is that of `kernels.triton`. q, k, v,
+dout that TMA cannot walk (a stride or a start that is no multiple of 16 bytes) are copied first. Head dimensions 96 and
+192 are computed as 128 and 256, with zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TYPES = (torch.bfloat16, torch.float16)
 
 
 def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:
-    """See `kernels.Kernel.refuses`. Deterministic where asked, any number of hops."""
+    """See `kernels.Kernel.refuses`. Always deterministic, any number of hops."""
     try:
         from triton.experimental import gluon  # noqa: F401
     except ImportError as error:
@@ -61,8 +61,7 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *,
-    scale: float, deterministic: bool = True,
+    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     from ..triton import launch as portable
@@ -70,8 +69,5 @@ def backward(
 
     engine = launch if q.shape[3] in BACKWARD_DIMS else portable
     with torch.cuda.device_of(q):
-        if engine is launch and not deterministic:
-            launch.all_gradients(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale)
-            return
         engine.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
         engine.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)

@@ -51,17 +51,6 @@ def row_starts(
 
 
 @gluon.jit
-def place(walk, i_h, t, num_masked):
-    """(query head, query tile) of step t: the masked tiles of all heads first. num_masked: of all heads."""
-    v0, f0, f1, v1 = walk
-    a_head = v1 - v0 - (f1 - f0) if t < num_masked else f1 - f0
-    step = t if t < num_masked else t - num_masked
-    i_head = i_h + step // a_head
-    i_tile = tile_at(step % a_head + (0 if t < num_masked else v1 - v0 - (f1 - f0)), v0, f0, f1, v1)
-    return i_head, i_tile
-
-
-@gluon.jit
 def _fill_step(
     descs, rings, barriers, walk, head, q_tiles, num_tiles, t, num_masked, MASK: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
@@ -69,8 +58,12 @@ def _fill_step(
     q_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc = descs
     q_s, dout_s, starts_s, deltas_s, lo_s, hi_s = rings
     q_full, q_free, dout_full, dout_free = barriers
+    v0, f0, f1, v1 = walk
     i_b, i_h, num_heads, _ = head
-    i_head, i_tile = place(walk, i_h, t, num_masked)
+    a_head = v1 - v0 - (f1 - f0) if t < num_masked else f1 - f0
+    step = t if t < num_masked else t - num_masked
+    i_head = i_h + step // a_head
+    i_tile = tile_at(step % a_head + (0 if t < num_masked else v1 - v0 - (f1 - f0)), v0, f0, f1, v1)
     row = gl.load(q_tiles + 3 * i_tile)
     at = ((i_b * num_heads + i_head) * num_tiles + i_tile) * 64
     stage = t % STAGES
@@ -89,7 +82,7 @@ def _fill_step(
 
 
 @gluon.jit
-def producer(
+def _producer(
     descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles, num_tiles, k_row,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -108,20 +101,20 @@ def producer(
 
 
 @gluon.jit
-def columns(x, TL: gl.constexpr):
+def _columns(x, TL: gl.constexpr):
     """One number a query, [64], repeated over the keys: [64, 64]."""
     return gl.broadcast(x.load(gl.SliceLayout(0, TL))[None, :], gl.zeros([64, 64], gl.float32, TL))[0]
 
 
 @gluon.jit
-def issue_scores(
+def _issue_scores(
     rings, k_half, q_full, b_key, t, more, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr
 ):  # fmt: skip
     """Start S^T(t) = K Q^T - lse / scale. Behind the last step (more is 0) it multiplies stale data nobody reads."""
     q_s, _, starts_s, _, lo_s, hi_s = rings
     stage = t % STAGES
     mbarrier.wait(q_full.index(stage), (t // STAGES) & 1, pred=more)
-    b_s = columns(starts_s.index(stage), TL)
+    b_s = _columns(starts_s.index(stage), TL)
     if MASK:
         b_lo = lo_s.index(stage).load(gl.SliceLayout(0, TL))[None, :]
         b_hi = hi_s.index(stage).load(gl.SliceLayout(0, TL))[None, :]
@@ -144,7 +137,7 @@ def _step(
     stage = t % STAGES
     b_dout = matrix(dout_s.index(stage))
     wait_full(dout_full, t, STAGES)
-    b_dp = columns(deltas_s.index(stage), TL)
+    b_dp = _columns(deltas_s.index(stage), TL)
     b_dp = warpgroup_mma(v_half, b_dout.permute([1, 0]), b_dp, is_async=True)
     b_p = gl.exp2(b_s * scale_log2)
     b_pa = gl.convert_layout(b_p.to(q_s.dtype), AL)
@@ -154,9 +147,9 @@ def _step(
     b_dk = warpgroup_mma(b_dsa, matrix(q_s.index(stage)), b_dk, is_async=True)
     if MASK:  # the mask needs registers that the operands still hold
         b_dk, b_dv, b_pa, b_dsa = warpgroup_mma_wait(0, deps=[b_dk, b_dv, b_pa, b_dsa])
-        b_s = issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
+        b_s = _issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
     else:
-        b_s = issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
+        b_s = _issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
         b_dk, b_dv, b_pa, b_dsa = warpgroup_mma_wait(1, deps=[b_dk, b_dv, b_pa, b_dsa])
     arrive_free(dout_free, t, STAGES)
     arrive_free(q_free, t, STAGES)
@@ -180,7 +173,7 @@ def _consumer(
     b_dv = gl.zeros([64, D], gl.float32, KL)
     mbarrier.wait(kv_full, 0)
     if num_steps > 0:
-        b_s = issue_scores(rings, k_half, q_full, b_key, 0, True, True, STAGES, TL)
+        b_s = _issue_scores(rings, k_half, q_full, b_key, 0, True, True, STAGES, TL)
         b_s = warpgroup_mma_wait(0, deps=[b_s])
         for t in range(0, first_plain - 1):
             b_s, b_dk, b_dv = _step(
@@ -195,22 +188,6 @@ def _consumer(
     m_key = inside(o_key, count, o_column, D, WIDTH)
     gl.store(p_dv + (o_key.to(gl.int64) * dv_row)[:, None] + o_column[None, :], b_dv, mask=m_key)
     gl.store(p_dk + (o_key.to(gl.int64) * dk_row)[:, None] + o_column[None, :], b_dk * scale, mask=m_key)
-
-
-@gluon.jit
-def new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, lo_desc, STAGES: gl.constexpr):
-    """(rings, barriers, k, v, barrier of k and v): the shared memory of keys that stay and queries that pass."""
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 128, k_desc.block_type.shape[3]], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 128, v_desc.block_type.shape[3]], v_desc.layout)
-    kv_full = new_barriers(1, 1).index(0)
-    q_s, q_full, q_free = new_ring(q_desc, STAGES, 2)
-    dout_s, dout_full, dout_free = new_ring(dout_desc, STAGES, 2)
-    starts_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], starts_desc.layout)
-    deltas_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], starts_desc.layout)
-    lo_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], lo_desc.layout)
-    hi_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], lo_desc.layout)
-    rings = (q_s, dout_s, starts_s, deltas_s, lo_s, hi_s)
-    return rings, (q_full, q_free, dout_full, dout_free), k_s, v_s, kv_full
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group"])
@@ -237,8 +214,18 @@ def keys(
     num_steps = (v1 - v0) * group
     first_plain = gl.minimum(gl.maximum((v1 - v0 - (f1 - f0)) * group, 1), num_steps)
 
-    rings, barriers, k_s, v_s, kv_full = new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, lo_desc, STAGES)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 128, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 128, D], v_desc.layout)
+    kv_full = new_barriers(1, 1).index(0)
+    q_s, q_full, q_free = new_ring(q_desc, STAGES, 2)
+    dout_s, dout_full, dout_free = new_ring(dout_desc, STAGES, 2)
+    starts_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], starts_desc.layout)
+    deltas_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], deltas_desc.layout)
+    lo_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], lo_desc.layout)
+    hi_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], hi_desc.layout)
     fence_async_shared()
+    rings = (q_s, dout_s, starts_s, deltas_s, lo_s, hi_s)
+    barriers = (q_full, q_free, dout_full, dout_free)
     descs = (q_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc)
     head = (i_b, i_g * group, num_groups * group, group)
     gl.warp_specialize([
@@ -246,6 +233,6 @@ def keys(
                      dk[2], dv[2], scale, scale_log2, 0, D, WIDTH, STAGES)),
         (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, count, p_dk, p_dv,
                      dk[2], dv[2], scale, scale_log2, 1, D, WIDTH, STAGES)),
-        (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, (v0, f0, f1, v1), head, q_tiles,
+        (_producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, (v0, f0, f1, v1), head, q_tiles,
                      num_q_tiles, row, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

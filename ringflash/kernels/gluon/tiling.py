@@ -1,4 +1,4 @@
-"""Which tiles and registers each Gluon kernel uses: a table, not an autotuner. `benchmarks/offline.py` prints each row.
+"""Which tiles and registers each Gluon kernel uses: a table, not an autotuner. Costs: `benchmarks/offline_gluon.py`.
 
 Registers are a pool: ptxas caps a thread at 65536 / threads (168 for 12 warps, 128 for 16); workers ask for theirs and
 the first consumer gets what is left. Under-asking does not slow down gently: ptxas then serialises every product.
@@ -26,7 +26,6 @@ class Tiling(NamedTuple):
 TILINGS = {
     "forward": {64: Tiling(192, 128, 2, 3, 160), 128: Tiling(128, 128, 2, 2, 240), 256: Tiling(128, 64, 2, 2, 240)},
     "keys": {64: Tiling(64, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
-    "fused": {64: Tiling(64, 128, 2, 2, 232), 128: Tiling(64, 128, 2, 2, 232)},
     "queries": {64: Tiling(128, 128, 2, 2, 240), 128: Tiling(128, 64, 3, 2, 240)},
 }
 
