@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..mask import View
-from . import eager, sdpa, triton
+from . import eager, gluon, sdpa, triton
 
 
 class State(NamedTuple):
@@ -61,5 +61,6 @@ class Kernel(Protocol):
 KERNELS: dict[str, Kernel] = {
     "eager": eager,
     "triton": triton,
+    "gluon": gluon,
     "sdpa": sdpa,
 }

@@ -1,0 +1,257 @@
+"""The forward kernel for sm_90: one query tile against the range of visiting key tiles that it sees. Device code only.
+
+A program is NC consumers of four warps, each with 64 queries, and one producer warp that fills rings of key and value
+tiles by TMA. A consumer issues S(j) = Q K(j)^T and O += P(j-1) V(j-1) together and computes softmax(j) while the second
+runs. Inside, lse and maximum are in base 2; at the door natural.
+Sources: FlashAttention-3, arXiv:2407.08608 (specialised warps, the two overlapping products); FlashAttention-2,
+arXiv:2307.08691 (late division).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .walk import (
+    LN2,
+    LOG2E,
+    arrive_free,
+    fill,
+    fresh,
+    inside,
+    masked_keys,
+    matrix,
+    new_barriers,
+    new_ring,
+    range_of,
+    tile_at,
+    tma_load,
+    wait_full,
+)
+
+
+@gluon.jit
+def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, NC: gl.constexpr, STAGES: gl.constexpr):
+    q_s, k_s, v_s, q_full, k_full, k_free, v_full, v_free = shared
+    v0, f0, f1, v1, row = walk
+    i_b, i_h, i_g = head
+    for c in gl.static_range(NC):
+        mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
+        tma_load(q_desc, [i_b, i_h, row + c * 64, 0], q_full.index(c), q_s.index(c))
+    for j in range(v1 - v0):
+        start = gl.load(k_tiles + 3 * tile_at(j, v0, f0, f1, v1))
+        fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, k_free, j, STAGES)
+        fill(v_desc, [i_b, i_g, start, 0], v_s, v_full, v_free, j, STAGES)
+
+
+@gluon.jit
+def _sum_in_thread(b_p):
+    """[rows, keys] -> [rows, 4]: each of the four lanes of a row adds what it holds; they meet after the loop."""
+    return gl.sum(gl.sum(b_p.reshape([b_p.shape[0], b_p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _softmax(b_s, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, i_tile, MASK: gl.constexpr):
+    """(p, maximum, sum, factor for what was accumulated before) after the scores of one key tile."""
+    if MASK:
+        b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, i_tile)
+    b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale_log2)
+    b_safe = gl.where(b_new == float("-inf"), 0.0, b_new) if MASK else b_new
+    b_p = gl.exp2(b_s * scale_log2 - b_safe[:, None])
+    b_shrink = gl.exp2(b_max - b_safe)
+    b_sum = b_sum * gl.convert_layout(b_shrink, gl.SliceLayout(1, b_sum.type.layout))[:, None] + _sum_in_thread(b_p)
+    return b_p, b_new, b_sum, b_shrink
+
+
+@gluon.jit
+def _issue_scores(b_q, k_s, k_full, j, BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr):
+    zero = gl.zeros([64, BK], gl.float32, SL)
+    wait_full(k_full, j, STAGES)
+    return warpgroup_mma(b_q, matrix(k_s.index(j % STAGES)).permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _issue_values(b_p, v_s, b_acc, j, STAGES: gl.constexpr):
+    return warpgroup_mma(b_p, matrix(v_s.index(j % STAGES)), b_acc, is_async=True)
+
+
+@gluon.jit
+def _step(
+    shared, b_q, b_p, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, i_tile, j,
+    MASK: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
+):  # fmt: skip
+    """The scores of step j and the values of step j - 1."""
+    _, k_s, v_s, _, k_full, k_free, v_full, v_free = shared
+    b_s = _issue_scores(b_q, k_s, k_full, j, BK, STAGES, SL)
+    b_acc = _issue_values(b_p, v_s, b_acc, j - 1, STAGES)
+    b_s = warpgroup_mma_wait(1, deps=[b_s])
+    arrive_free(k_free, j, STAGES)
+    b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, i_tile, MASK)
+    # The next step needs V(j), but the wait stands here for its branch: without the end of a basic block ptxas sinks
+    # the softmax below the wait for the products, and nothing overlaps.
+    wait_full(v_full, j, STAGES)
+    b_acc, b_p = warpgroup_mma_wait(0, deps=[b_acc, b_p])
+    arrive_free(v_free, j - 1, STAGES)
+    b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, OL))[:, None]
+    return gl.convert_layout(b_pf.to(v_s.dtype), gl.DotOperandLayout(0, OL, 2)), b_acc, b_max, b_sum
+
+
+@gluon.jit
+def _start(
+    p_state, p_lse, state_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr,
+    FIRST: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
+):  # fmt: skip
+    """(acc, maximum, sum) to start from. A normalised state has the maximum lse and the sum 1, or 0 if empty."""
+    RL: gl.constexpr = gl.SliceLayout(1, SL)
+    if FIRST:
+        b_acc = gl.zeros([64, D], gl.float32, OL)
+        b_max = gl.full([64], float("-inf"), gl.float32, RL)
+        b_one = gl.zeros([64], gl.float32, RL)
+    else:
+        o_row = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL))
+        o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
+        p_acc = p_state + (o_row.to(gl.int64) * state_row)[:, None] + o_column[None, :]
+        b_acc = gl.load(p_acc, mask=inside(o_row, count, o_column, D, WIDTH), other=0.0)
+        o_q = C * 64 + gl.arange(0, 64, layout=RL)
+        b_max = gl.load(p_lse + o_q, mask=o_q < count, other=float("-inf")) * LOG2E
+        b_one = gl.where(b_max == float("-inf"), 0.0, 1.0)
+    b_sum = _sum_in_thread(gl.zeros([64, BK], gl.float32, SL))  # for its layout; four threads share a row
+    return b_acc, b_max, b_sum + 0.25 * gl.convert_layout(b_one, gl.SliceLayout(1, b_sum.type.layout))[:, None]
+
+
+@gluon.jit
+def _consumer(
+    shared, walk, count, p_state, p_out, p_lse, p_lo, p_hi, state_row, out_row, scale_log2, k_tiles,
+    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    FIRST: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    """Queries 64 C ... 64 C + 63 of the tile. p_*: pointers to the tile's first row; *_row: strides."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    q_s, k_s, v_s, q_full, k_full, k_free, v_full, _ = shared
+    v0, f0, f1, v1, _ = walk
+    num_steps = v1 - v0
+    num_masked = num_steps - (f1 - f0)
+    o_q = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SL))
+    b_lo = gl.load(p_lo + o_q, mask=o_q < count, other=0)
+    b_hi = gl.load(p_hi + o_q, mask=o_q < count, other=0)
+    b_acc, b_max, b_sum = _start(p_state, p_lse, state_row, count, C, D, WIDTH, BK, FIRST, SL, OL)
+    b_q = matrix(q_s.index(C))
+    mbarrier.wait(q_full.index(C), 0)
+    if num_steps > 0:
+        b_s = _issue_scores(b_q, k_s, k_full, 0, BK, STAGES, SL)
+        b_s = warpgroup_mma_wait(0, deps=[b_s])
+        arrive_free(k_free, 0, STAGES)
+        i_tile = tile_at(0, v0, f0, f1, v1)
+        b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, i_tile, True)
+        if not FIRST:
+            b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, OL))[:, None]
+        b_p = gl.convert_layout(b_pf.to(v_s.dtype), gl.DotOperandLayout(0, OL, 2))
+        wait_full(v_full, 0, STAGES)
+        for j in range(1, num_masked):
+            b_p, b_acc, b_max, b_sum = _step(
+                shared, b_q, b_p, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, tile_at(j, v0, f0, f1, v1), j,
+                True, BK, STAGES, SL, OL)  # fmt: skip
+        for j in range(gl.maximum(num_masked, 1), num_steps):
+            b_p, b_acc, b_max, b_sum = _step(
+                shared, b_q, b_p, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, 0, j,
+                False, BK, STAGES, SL, OL)  # fmt: skip
+        b_acc = _issue_values(b_p, v_s, b_acc, num_steps - 1, STAGES)
+        b_acc, b_p = warpgroup_mma_wait(0, deps=[b_acc, b_p])
+    b_inverse = _store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
+    b_acc = b_acc * gl.convert_layout(b_inverse, gl.SliceLayout(1, OL))[:, None]
+    if LAST:
+        _store_out(b_q, b_acc, p_out, out_row, count, C, D, WIDTH)
+    else:
+        _store_state(b_acc, p_state, state_row, count, C, D, WIDTH, OL)
+
+
+@gluon.jit
+def _store_lse(p_lse, b_max, b_sum, count, C: gl.constexpr, RL: gl.constexpr):
+    """Write lse; returns what normalises the accumulator, 1 for rows that have seen nothing."""
+    b_sum = gl.convert_layout(gl.sum(b_sum, 1), RL)
+    b_empty = b_sum == 0.0
+    b_sum = gl.where(b_empty, 1.0, b_sum)
+    o_q = C * 64 + gl.arange(0, 64, layout=RL)
+    gl.store(p_lse + o_q, gl.where(b_empty, float("-inf"), (b_max + gl.log2(b_sum)) * LN2), mask=o_q < count)
+    return 1.0 / b_sum
+
+
+@gluon.jit
+def _store_state(
+    b_acc, p_state, state_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, OL: gl.constexpr
+):  # fmt: skip
+    o_row = fresh(C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL)))
+    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
+    p_row = p_state + (o_row.to(gl.int64) * state_row)[:, None] + o_column[None, :]
+    gl.store(p_row, b_acc, mask=inside(o_row, count, o_column, D, WIDTH))
+
+
+@gluon.jit
+def _store_out(b_q, b_acc, p_out, out_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    """Write the consumer's rows of `out`, through the shared memory of its queries so that a thread writes 16 bytes."""
+    CL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    b_q.store(b_acc.to(b_q.dtype))
+    o_row = fresh(C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, CL)))
+    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, CL))
+    p_row = p_out + (o_row.to(gl.int64) * out_row)[:, None] + o_column[None, :]
+    gl.store(p_row, b_q.load(CL), mask=inside(o_row, count, o_column, D, WIDTH))
+
+
+@gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows"])
+def attend(
+    q_desc, k_desc, v_desc, state, out, lse, lo, hi, q_tiles, k_tiles, ranges, order,
+    scale_log2, num_tiles, num_full, num_heads, group, num_rows,
+    D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    """q_desc, k_desc, v_desc: [B, H or G, N, D] in boxes of 64 queries or BK keys and D columns, of which the
+    tensors have WIDTH; TMA reads 0 in the others. The rest as in `triton.forward_kernel.attend`, but num_full is 0
+    where some key tile but the last is short.
+    """
+    i_tile = gl.load(order + gl.program_id(0) % num_tiles)
+    i_bh = gl.program_id(0) // num_tiles
+    i_b = i_bh // num_heads
+    i_h = i_bh % num_heads
+    v0, f0, f1, v1 = range_of(ranges, i_tile, num_full)
+    row = gl.load(q_tiles + 3 * i_tile)
+    count = gl.load(q_tiles + 3 * i_tile + 2)
+    o_b = i_b.to(gl.int64)
+    o_h = i_h.to(gl.int64)
+    o_row = row.to(gl.int64)
+    p_state = state[0] + (o_b * state[1] + o_row * state[2] + o_h * state[3])
+    p_out = out[0] + (o_b * out[1] + o_row * out[2] + o_h * out[3])
+    p_lse = lse + (i_bh.to(gl.int64) * num_rows + row)
+
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [NC if NC != 3 else 4, 1, 1, 64, D], q_desc.layout)
+    q_full = new_barriers(4, 1)
+    k_s, k_full, k_free = new_ring(k_desc, STAGES, NC)
+    v_s, v_full, v_free = new_ring(v_desc, STAGES, NC)
+    fence_async_shared()
+    shared = (q_s, k_s, v_s, q_full, k_full, k_free, v_full, v_free)
+    walk = (v0, f0, f1, v1, row)
+    # written out, because adding tuples turns their constexprs into run-time numbers
+    if NC == 2:
+        gl.warp_specialize([
+            (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
+                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST)),
+            (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
+                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST)),
+            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, NC, STAGES)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
+                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST)),
+            (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
+                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST)),
+            (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
+                         k_tiles, 2, D, WIDTH, BK, STAGES, FIRST, LAST)),
+            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, NC, STAGES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

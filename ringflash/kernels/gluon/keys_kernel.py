@@ -1,0 +1,238 @@
+"""The kernel of the key and value gradients for sm_90: one key tile against the query tiles that see it.
+
+Device code only. A program is two consumers of four warps, each with 64 keys and their dk, dv in registers, and one
+producer warp that fills rings of query tiles (q, dout and two or four numbers a row) by TMA. Scores are computed
+transposed, keys x queries, so that P and dS are already operands of dv and dk: no product is transposed anywhere. The
+accumulator of S^T = K Q^T starts at -lse / scale, or -inf where the mask hides the pair, and that of dP^T = V dO^T at
+-delta: mask, lse and delta cost no register and no instruction in the loop. `row_starts` makes these numbers, tile by
+tile, with -inf behind a short tile's end, so that tails are masked as well.
+Source: FlashAttention-3, arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .walk import arrive_free, inside, matrix, new_barriers, new_ring, range_of, tile_at, tma_load, wait_full
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_rows"])
+def row_starts(
+    lse, delta, lo, hi, q_tiles, starts, deltas, los, his, per_scale, num_tiles, num_rows, BQ: tl.constexpr
+):  # fmt: skip
+    """What the accumulators start at: starts, deltas [B, H, num_tiles, BQ] fp32; los, his [num_tiles, BQ] int32.
+
+    Rows behind a tile's end and rows that see nothing get -inf and 0. per_scale: 1 / scale.
+    """
+    i_tile = tl.program_id(0) % num_tiles
+    i_bh = tl.program_id(0) // num_tiles
+    row = tl.load(q_tiles + 3 * i_tile)
+    o_q = tl.arange(0, BQ)
+    m_q = o_q < tl.load(q_tiles + 3 * i_tile + 2)
+    o_row = i_bh.to(tl.int64) * num_rows + row + o_q
+    b_lse = tl.load(lse + o_row, mask=m_q, other=float("-inf"))
+    b_delta = tl.load(delta + o_row, mask=m_q, other=0.0)
+    b_empty = b_lse == float("-inf")
+    o_out = tl.program_id(0).to(tl.int64) * BQ + o_q
+    tl.store(starts + o_out, tl.where(b_empty, float("-inf"), -b_lse * per_scale))
+    tl.store(deltas + o_out, tl.where(b_empty, 0.0, -b_delta))
+    if i_bh == 0:
+        tl.store(los + o_out, tl.load(lo + row + o_q, mask=m_q, other=0))
+        tl.store(his + o_out, tl.load(hi + row + o_q, mask=m_q, other=0))
+
+
+@gluon.jit
+def _fill_step(
+    descs, rings, barriers, walk, head, q_tiles, num_tiles, t, num_masked, MASK: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Fill the buffers of step t, masked tiles of all heads first. MASK: the step is masked, or the first."""
+    q_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc = descs
+    q_s, dout_s, starts_s, deltas_s, lo_s, hi_s = rings
+    q_full, q_free, dout_full, dout_free = barriers
+    v0, f0, f1, v1 = walk
+    i_b, i_h, num_heads, _ = head
+    a_head = v1 - v0 - (f1 - f0) if t < num_masked else f1 - f0
+    step = t if t < num_masked else t - num_masked
+    i_head = i_h + step // a_head
+    i_tile = tile_at(step % a_head + (0 if t < num_masked else v1 - v0 - (f1 - f0)), v0, f0, f1, v1)
+    row = gl.load(q_tiles + 3 * i_tile)
+    at = ((i_b * num_heads + i_head) * num_tiles + i_tile) * 64
+    stage = t % STAGES
+    phase = ((t // STAGES) & 1) ^ 1
+    mbarrier.wait(q_free.index(stage), phase)
+    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + (768 if MASK else 256))
+    tma_load(q_desc, [i_b, i_head, row, 0], q_full.index(stage), q_s.index(stage))
+    tma_load(starts_desc, [at], q_full.index(stage), starts_s.index(stage))
+    if MASK:
+        tma_load(lo_desc, [i_tile * 64], q_full.index(stage), lo_s.index(stage))
+        tma_load(hi_desc, [i_tile * 64], q_full.index(stage), hi_s.index(stage))
+    mbarrier.wait(dout_free.index(stage), phase)
+    mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes + 256)
+    tma_load(dout_desc, [i_b, i_head, row, 0], dout_full.index(stage), dout_s.index(stage))
+    tma_load(deltas_desc, [at], dout_full.index(stage), deltas_s.index(stage))
+
+
+@gluon.jit
+def _producer(
+    descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles, num_tiles, k_row,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    v0, f0, f1, v1 = walk
+    i_b, i_h, _, group = head
+    mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    tma_load(k_desc, [i_b, i_h // group, k_row, 0], kv_full, k_s)
+    tma_load(v_desc, [i_b, i_h // group, k_row, 0], kv_full, v_s)
+    num_steps = (v1 - v0) * group
+    num_masked = (v1 - v0 - (f1 - f0)) * group
+    first_plain = gl.minimum(gl.maximum(num_masked, 1), num_steps)
+    for t in range(first_plain):
+        _fill_step(descs, rings, barriers, walk, head, q_tiles, num_tiles, t, num_masked, True, STAGES)
+    for t in range(first_plain, num_steps):
+        _fill_step(descs, rings, barriers, walk, head, q_tiles, num_tiles, t, num_masked, False, STAGES)
+
+
+@gluon.jit
+def _columns(x, TL: gl.constexpr):
+    """One number a query, [64], repeated over the keys: [64, 64]."""
+    return gl.broadcast(x.load(gl.SliceLayout(0, TL))[None, :], gl.zeros([64, 64], gl.float32, TL))[0]
+
+
+@gluon.jit
+def _issue_scores(
+    rings, k_half, q_full, b_key, t, more, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr
+):  # fmt: skip
+    """Start S^T(t) = K Q^T - lse / scale. Behind the last step (more is 0) it multiplies stale data nobody reads."""
+    q_s, _, starts_s, _, lo_s, hi_s = rings
+    stage = t % STAGES
+    mbarrier.wait(q_full.index(stage), (t // STAGES) & 1, pred=more)
+    b_s = _columns(starts_s.index(stage), TL)
+    if MASK:
+        b_lo = lo_s.index(stage).load(gl.SliceLayout(0, TL))[None, :]
+        b_hi = hi_s.index(stage).load(gl.SliceLayout(0, TL))[None, :]
+        b_s = gl.where((b_key[:, None] >= b_lo) & (b_key[:, None] < b_hi), b_s, float("-inf"))
+    return warpgroup_mma(k_half, matrix(q_s.index(stage)).permute([1, 0]), b_s, is_async=True)
+
+
+@gluon.jit
+def _step(
+    rings, barriers, k_half, v_half, b_s, b_dk, b_dv, b_key, t, num_steps, scale_log2,
+    MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr, KL: gl.constexpr,
+):  # fmt: skip
+    """Add query tile t to dk and dv. On entry b_s is S^T(t), on exit S^T(t + 1); MASK: of t + 1.
+
+    No product may be in flight over the loop's back edge: ptxas then serialises every product of the kernel.
+    """
+    q_s, dout_s, _, deltas_s, _, _ = rings
+    q_full, q_free, dout_full, dout_free = barriers
+    AL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
+    stage = t % STAGES
+    b_dout = matrix(dout_s.index(stage))
+    wait_full(dout_full, t, STAGES)
+    b_dp = _columns(deltas_s.index(stage), TL)
+    b_dp = warpgroup_mma(v_half, b_dout.permute([1, 0]), b_dp, is_async=True)
+    b_p = gl.exp2(b_s * scale_log2)
+    b_pa = gl.convert_layout(b_p.to(q_s.dtype), AL)
+    b_dv = warpgroup_mma(b_pa, b_dout, b_dv, is_async=True)
+    b_dp = warpgroup_mma_wait(1, deps=[b_dp])
+    b_dsa = gl.convert_layout((b_p * b_dp).to(q_s.dtype), AL)
+    b_dk = warpgroup_mma(b_dsa, matrix(q_s.index(stage)), b_dk, is_async=True)
+    if MASK:  # the mask needs registers that the operands still hold
+        b_dk, b_dv, b_pa, b_dsa = warpgroup_mma_wait(0, deps=[b_dk, b_dv, b_pa, b_dsa])
+        b_s = _issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
+    else:
+        b_s = _issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
+        b_dk, b_dv, b_pa, b_dsa = warpgroup_mma_wait(1, deps=[b_dk, b_dv, b_pa, b_dsa])
+    arrive_free(dout_free, t, STAGES)
+    arrive_free(q_free, t, STAGES)
+    b_s = warpgroup_mma_wait(0, deps=[b_s])
+    return b_s, b_dk, b_dv
+
+
+@gluon.jit
+def _consumer(
+    rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, count, p_dk, p_dv, dk_row, dv_row,
+    scale, scale_log2, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Keys 64 C ... 64 C + 63 of the tile. p_dk, p_dv: pointers to the tile's first row; *_row: strides."""
+    TL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    k_half = matrix(k_s).slice(C * 64, 64, dim=0)
+    v_half = matrix(v_s).slice(C * 64, 64, dim=0)
+    q_full, _, _, _ = barriers
+    b_key = position + C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, TL))
+    b_dk = gl.zeros([64, D], gl.float32, KL)
+    b_dv = gl.zeros([64, D], gl.float32, KL)
+    mbarrier.wait(kv_full, 0)
+    if num_steps > 0:
+        b_s = _issue_scores(rings, k_half, q_full, b_key, 0, True, True, STAGES, TL)
+        b_s = warpgroup_mma_wait(0, deps=[b_s])
+        for t in range(0, first_plain - 1):
+            b_s, b_dk, b_dv = _step(
+                rings, barriers, k_half, v_half, b_s, b_dk, b_dv, b_key, t, num_steps, scale_log2,
+                True, STAGES, TL, KL)  # fmt: skip
+        for t in range(first_plain - 1, num_steps):
+            b_s, b_dk, b_dv = _step(
+                rings, barriers, k_half, v_half, b_s, b_dk, b_dv, b_key, t, num_steps, scale_log2,
+                False, STAGES, TL, KL)  # fmt: skip
+    o_key = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, KL))
+    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, KL))
+    m_key = inside(o_key, count, o_column, D, WIDTH)
+    gl.store(p_dv + (o_key.to(gl.int64) * dv_row)[:, None] + o_column[None, :], b_dv, mask=m_key)
+    gl.store(p_dk + (o_key.to(gl.int64) * dk_row)[:, None] + o_column[None, :], b_dk * scale, mask=m_key)
+
+
+@gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group"])
+def keys(
+    q_desc, k_desc, v_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc, dk, dv,
+    q_tiles, k_tiles, ranges, order, scale, scale_log2, num_tiles, num_q_tiles, num_groups, group,
+    D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
+
+    *_desc: [B, H or G, N, D] in boxes of 64 queries or 128 keys; starts, deltas, lo, hi: of `row_starts`, flat. Rows
+    that nobody sees are written as 0. num_q_tiles: of 64 rows.
+    """
+    i_tile = gl.load(order + gl.program_id(0) % num_tiles)
+    i_bg = gl.program_id(0) // num_tiles
+    i_b = i_bg // num_groups
+    i_g = i_bg % num_groups
+    v0, f0, f1, v1 = range_of(ranges, i_tile, num_q_tiles)
+    row = gl.load(k_tiles + 3 * i_tile)
+    position = gl.load(k_tiles + 3 * i_tile + 1)
+    count = gl.load(k_tiles + 3 * i_tile + 2)
+    p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
+    p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
+    num_steps = (v1 - v0) * group
+    first_plain = gl.minimum(gl.maximum((v1 - v0 - (f1 - f0)) * group, 1), num_steps)
+
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 128, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 128, D], v_desc.layout)
+    kv_full = new_barriers(1, 1).index(0)
+    q_s, q_full, q_free = new_ring(q_desc, STAGES, 2)
+    dout_s, dout_full, dout_free = new_ring(dout_desc, STAGES, 2)
+    starts_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], starts_desc.layout)
+    deltas_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], deltas_desc.layout)
+    lo_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], lo_desc.layout)
+    hi_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], hi_desc.layout)
+    fence_async_shared()
+    rings = (q_s, dout_s, starts_s, deltas_s, lo_s, hi_s)
+    barriers = (q_full, q_free, dout_full, dout_free)
+    descs = (q_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc)
+    head = (i_b, i_g * group, num_groups * group, group)
+    gl.warp_specialize([
+        (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, count, p_dk, p_dv,
+                     dk[2], dv[2], scale, scale_log2, 0, D, WIDTH, STAGES)),
+        (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, count, p_dk, p_dv,
+                     dk[2], dv[2], scale, scale_log2, 1, D, WIDTH, STAGES)),
+        (_producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, (v0, f0, f1, v1), head, q_tiles,
+                     num_q_tiles, row, STAGES)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -1,0 +1,118 @@
+"""What the three Gluon kernels share: which tiles a program visits in which order, masks of scores, barriers of rings.
+
+A program walks the range [v0, v1) of tiles that it sees; of these [f0, f1) need no mask. Masked tiles come first, so
+that the long loop, which holds no mask code, is the last one and needs no branch. Device code only.
+
+A ring is STAGES buffers in shared memory with two barriers each: `full` completes when a buffer is filled, `free` when
+every consumer has read it. Step j uses buffer j % STAGES, and its barriers' phase is (j // STAGES) & 1.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+tma_load = tma.async_copy_global_to_shared
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def range_of(ranges, i_tile, num_full):
+    """(v0, f0, f1, v1) of a tile, see `mask.Tiles`; tiles from `num_full` on are short and need the mask too."""
+    p_range = ranges + 4 * i_tile
+    v0 = gl.load(p_range)
+    v1 = gl.load(p_range + 3)
+    f1 = gl.maximum(gl.minimum(gl.load(p_range + 2), num_full), v0)
+    return v0, gl.minimum(gl.load(p_range + 1), f1), f1, v1
+
+
+@gluon.jit
+def tile_at(j, v0, f0, f1, v1):
+    """The tile of step j: the masked right end backwards, the masked left end, then the others."""
+    right = v1 - f1
+    masked = right + f0 - v0
+    return gl.where(j < right, v1 - 1 - j, gl.where(j < masked, v0 + j - right, f0 + j - masked))
+
+
+@gluon.jit
+def masked_keys(b_s, b_lo, b_hi, k_tiles, i_tile):
+    """Scores [rows, keys] of a key tile: -inf where the key is not in [lo, hi) of its row, or behind the tile's end.
+
+    A key is 8 i + 2 lane + e, of which i and e lie in one thread's registers: with the lane on the other side of the
+    comparison they are constants. Held in registers, the positions of a tile make the kernel spill.
+    """
+    p_tile = k_tiles + 3 * i_tile
+    position = gl.load(p_tile + 1)
+    count = gl.load(p_tile + 2)
+    x = b_s.reshape([b_s.shape[0], b_s.shape[1] // 8, 4, 2])
+    XL: gl.constexpr = x.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, XL)))
+    o_i = gl.arange(0, b_s.shape[1] // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, XL))))
+    o_lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, XL))))
+    o_e = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, XL))))
+    o_k = o_i[None, :, None, None] * 8 + o_e[None, None, None, :]
+    b_begin = gl.convert_layout(b_lo - position, ROW)[:, None, None, None] - o_lane[None, None, :, None] * 2
+    b_end = gl.convert_layout(gl.minimum(b_hi - position, count), ROW)[:, None, None, None]
+    b_end = b_end - o_lane[None, None, :, None] * 2
+    x = gl.where((o_k >= b_begin) & (o_k < b_end), x, float("-inf"))
+    return gl.convert_layout(x.reshape(b_s.shape), b_s.type.layout)
+
+
+@gluon.jit
+def matrix(buffer):
+    """A [1, 1, rows, columns] buffer, the form in which TMA fills it, as [rows, columns]."""
+    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.jit
+def fresh(offsets):
+    """The same int32 offsets, computed again: an address made before a loop would stay in registers through it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [offsets], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def inside(o_row, count, o_column, D: gl.constexpr, WIDTH: gl.constexpr):
+    """Mask of [rows, D]: rows before `count`, and columns before WIDTH where tiles are wider than the tensor."""
+    m_row = (o_row < count)[:, None]
+    return m_row & (o_column < WIDTH)[None, :] if WIDTH < D else m_row
+
+
+@gluon.jit
+def wait_full(full, j, STAGES: gl.constexpr):
+    mbarrier.wait(full.index(j % STAGES), (j // STAGES) & 1)
+
+
+@gluon.jit
+def arrive_free(free, j, STAGES: gl.constexpr):
+    mbarrier.arrive(free.index(j % STAGES), count=1)
+
+
+@gluon.jit
+def fill(desc, at, ring, full, free, j, STAGES: gl.constexpr):
+    """Producer: wait until buffer j % STAGES is free and start to fill it with the block of `desc` at `at`."""
+    stage = j % STAGES
+    mbarrier.wait(free.index(stage), ((j // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    tma_load(desc, at, full.index(stage), ring.index(stage))
+
+
+@gluon.jit
+def new_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """(buffers, full, free) of a ring read by READERS consumers."""
+    buffers = gl.allocate_shared_memory(
+        desc.dtype, [STAGES, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout
+    )
+    full = new_barriers(STAGES, 1)
+    free = new_barriers(STAGES, READERS)
+    return buffers, full, free
+
+
+@gluon.jit
+def new_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
