@@ -78,13 +78,31 @@ def offline() -> str:
     return table(head, rows) + f"\n{source(result)}\n"
 
 
+def speed() -> str:
+    """Forward and backward beside cuDNN, interleaved in one run."""
+    result = load("attention_quick")
+    head = ["D", "mask", "direction", "kernel", "TFLOP/s, median [min - max]", "of cuDNN"]
+    rows = [
+        [str(row["head_dim"]), row["mask"], row["direction"], row["kernel"],
+         f"{row['tflops']:.0f} [{row['min']:.0f} - {row['max']:.0f}]", f"{row['to_cudnn']:.3f}"]
+        for row in sorted(result["rows"], key=lambda row: (-row["head_dim"], row["mask"], row["direction"], row["kernel"]))
+    ]  # fmt: skip
+    return table(head, rows) + f"\n16 heads, 16k tokens, bf16; {result['note']}. {source(result)}\n"
+
+
 def demo() -> str:
     """What `make demo` printed."""
     result = load("demo")
     return "```\n" + result["report"].strip() + f"\n```\n\n{source(result)}\n"
 
 
-RENDER: dict[str, Callable[[], str]] = {"gpu": gpu, "offsets": offsets, "offline": offline, "demo": demo}
+RENDER: dict[str, Callable[[], str]] = {
+    "gpu": gpu,
+    "offsets": offsets,
+    "offline": offline,
+    "speed": speed,
+    "demo": demo,
+}
 
 
 def rendered(text: str) -> str:
