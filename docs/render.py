@@ -85,7 +85,7 @@ def speed() -> str:
     rows = [
         [str(row["head_dim"]), row["mask"], row["direction"], row["kernel"],
          f"{row['tflops']:.0f} [{row['min']:.0f} - {row['max']:.0f}]", f"{row['to_cudnn']:.3f}"]
-        for row in sorted(result["rows"], key=lambda row: (-row["head_dim"], row["mask"], row["direction"], row["kernel"]))
+        for row in result["rows"]
     ]  # fmt: skip
     return table(head, rows) + f"\n16 heads, 16k tokens, bf16; {result['note']}. {source(result)}\n"
 
