@@ -46,7 +46,7 @@ def gpu() -> str:
     rows = [[dtype, *(f"{worst[dtype][name]:.1e}" for name in names)] for dtype in sorted(worst, reverse=True)]
     ratios = [max(t["rms_ratio_8_to_1"].values()) for t in result["tests"] if "rms_ratio_8_to_1" in t]
     return (
-        f"The Triton kernels on a GPU: {result['passed']} tests passed, {result['failed']} failed. Largest error\n"
+        f"On a GPU: {result['passed']} tests passed, {result['failed']} failed. Largest error of the Triton kernels\n"
         "against the fp64 reference, relative to the largest value, over all masks and head dimensions:\n\n"
         + table(["", *names], rows)
         + f"\nRms error of a ring of 8 over that of one rank, bf16, largest of 3 seeds: {max(ratios):.3f}.\n"
@@ -61,8 +61,8 @@ def offsets() -> str:
     for test in result["tests"]:
         if "offsets" not in test["test"]:
             continue
-        broken = next(t for t in mutant["tests"] if t["test"] == test["test"])
-        name = test["test"].split("::test_")[1].split("[")[0]
+        broken = next((t for t in mutant["tests"] if t["test"] == test["test"]), {"outcome": "not run"})
+        name = test["test"].split("::test_")[1]
         errors = ", ".join(f"{key} {value:.1e}" for key, value in test.get("errors", {}).items())
         rows.append([name, test["outcome"], errors, broken["outcome"]])
     head = ["test", "outcome", "errors of first, middle and last rows", "with 32-bit offsets"]
