@@ -36,6 +36,14 @@ NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
 
+MODEL_REFUSED = {
+    "attention_dropout": "attention over a ring has no dropout",
+    "attn_logit_softcapping": "the kernels cap no scores",
+    "final_logit_softcapping": "the chunked loss caps no logits",
+}
+"""Keys of [model.config] that would change the model, and why they cannot be honoured."""
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one sentence for the person who wrote the file."""
 
@@ -268,10 +276,9 @@ def _check_model(config: Config) -> None:
             f"model.config.vocab_size = {table['vocab_size']} does not hold the tokenizer 'bytes': "
             f"at least {BYTE_VOCABULARY} is needed"
         )
-    if table.get("attention_dropout"):
-        raise ConfigError(
-            f"model.config.attention_dropout = {table['attention_dropout']!r}: the ring has none, leave it out"
-        )
+    for key, reason in MODEL_REFUSED.items():
+        if table.get(key):
+            raise ConfigError(f"model.config.{key} = {table[key]!r}: {reason}; leave it out")
     if config.parallel.zero == 0 and config.model.dtype == "bfloat16":
         raise ConfigError(
             "parallel.zero = 0 with model.dtype = 'bfloat16' would accumulate gradients in bfloat16: "

@@ -15,21 +15,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import ringflash
 
-from .config import Config, Memory, Model
+from .config import MODEL_REFUSED, Config, Memory, Model
 from .loss import LossHead
 
 ATTENTION = "ring"
 """Name under which the ring's attention is registered with transformers."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-REFUSED = {
-    "attention_dropout": "attention over a ring has no dropout",
-    "attn_logit_softcapping": "the kernels cap no scores",
-    "final_logit_softcapping": "the chunked loss caps no logits",
-}
-"""Keys of a transformers config that would change the model, and why they cannot be honoured."""
 
 
 class RingModel(nn.Module):
@@ -56,7 +48,7 @@ class RingModel(nn.Module):
 def config_of(model: Model) -> Any:
     """The transformers config of [model].
 
-    Raises: ValueError naming a key of [model.config] that nothing reads, or one of REFUSED.
+    Raises: ValueError naming a key of [model.config] that nothing reads, or one of MODEL_REFUSED.
     """
     from transformers import AutoConfig
 
@@ -67,7 +59,7 @@ def config_of(model: Model) -> Any:
             hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(sorted(known))}"
             raise ValueError(f"model.config.{key} is not a key of {model.architecture!r}: {hint}")
     config = AutoConfig.for_model(model.architecture, **model.config)
-    for key, reason in REFUSED.items():
+    for key, reason in MODEL_REFUSED.items():
         if value := getattr(config, key, None):
             raise ValueError(f"model.config.{key} = {value}: {reason}; leave it out")
     return config
