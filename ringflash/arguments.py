@@ -173,7 +173,8 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
         if tensor.dim() != 4:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [batch, tokens, heads, width]")
+            shape = list(tensor.shape)
+            raise ValueError(f"{name} has shape {shape}; it must be [batch, tokens, heads, head dimension]")
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
