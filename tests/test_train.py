@@ -34,7 +34,7 @@ def alone(texts):
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
 def test_R60_R62_R70_R75_training_equals_one_process(pool, texts, alone, mesh, zero, optimizer):
     """In turns: nine of ten labels of one rank ignored; one valid label in the whole batch."""
-    steps, memory = (5 if optimizer == "sgd" else 2), {"checkpoint": "none", "loss_chunk": 5}
+    steps, memory = 5, {"checkpoint": "none", "loss_chunk": 5}
     config = training.config_of(texts, mesh=mesh, zero=zero, optimizer=optimizer, steps=steps, memory=memory)
     results = pool(4)(training.train, config, "mixed")
     want = alone(optimizer, steps)
