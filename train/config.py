@@ -35,7 +35,6 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
-
 MODEL_REFUSED = {
     "attention_dropout": "attention over a ring has no dropout",
     "attn_logit_softcapping": "the kernels cap no scores",
