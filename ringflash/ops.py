@@ -101,12 +101,17 @@ class _Call:
         """`gather` for one number a query."""
         return self.gather(x.transpose(1, 2)[..., None])[..., 0].transpose(1, 2).contiguous()
 
+    @property
+    def shares_heads(self) -> bool:
+        """Several Ulysses ranks work on one key/value head, whose gradients are summed on arrival."""
+        return self.heads is not None and self.groups < self.heads.size
+
     def gather_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`gather` for fp32 gradients of keys or values, rounded once: before the way, or after a sum on arrival."""
         if not self.heads:
-            return x.to(dtype, copy=True)  # dk and dv share one buffer, which an op may not return
-        shared = self.groups < self.heads.size
-        return ulysses.gather_kv_heads(x if shared else x.to(dtype), self.groups, self.heads).to(dtype)
+            shares = x.untyped_storage().nbytes() > x.nbytes  # dk and dv in one buffer, which an op may not return
+            return x.to(dtype, copy=shares)
+        return ulysses.gather_kv_heads(x if self.shares_heads else x.to(dtype), self.groups, self.heads).to(dtype)
 
 
 def _no_autocast(q: Tensor) -> torch.autocast:
@@ -167,7 +172,8 @@ def _(q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, dete
 def attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
-    causal: bool, window: int, scale: float, kernel: str, group: str, ulysses: int, timeout_s: float,
+    causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
+    group: str, ulysses: int, timeout_s: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type."""
     call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, group, ulysses, timeout_s)
@@ -178,23 +184,23 @@ def attention_backward(
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
         lse, delta = (call.scatter_rows(x) for x in rows.unbind(-1))
         dq, dk, dv = ring.backward(
-            dout_heads, q_heads, k_heads, v_heads, lse, delta, call.plan, call.ring, call.kernel, scale=scale
-        )
+            dout_heads, q_heads, k_heads, v_heads, lse, delta, call.plan, call.ring, call.kernel,
+            scale=scale, deterministic=deterministic, rounded=not call.shares_heads,
+        )  # fmt: skip
     return call.gather(dq.to(q.dtype)), call.gather_kv(dk, k.dtype), call.gather_kv(dv, v.dtype)
 
 
 @attention_backward.register_fake
 def _(
-    dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, group, ulysses,
-    timeout_s,
+    dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group,
+    ulysses, timeout_s,
 ):  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, _, group, num_ulysses, timeout_s = inputs
+    q, k, v, segments, cu_seqlens, bounds, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, *output, segments, cu_seqlens, bounds)
-    ctx.rest = (causal, window, scale, kernel, group, num_ulysses, timeout_s)
     ctx.set_materialize_grads(False)
 
 

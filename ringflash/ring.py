@@ -12,6 +12,7 @@ Source: Liu et al., Ring Attention, arXiv:2310.01889.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -50,24 +51,34 @@ def forward(
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    plan: Plan, transport: Transport | None, kernel: Kernel, *, scale: float,
+    plan: Plan, transport: Transport | None, kernel: Kernel, *, scale: float, deterministic: bool = False,
+    rounded: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of all ranks' losses, summed, with respect to the local q, k, v.
 
     dout: [B, L, H, D]; lse, delta: [B, H, L] fp32, over the keys of all ranks (`Kernel.delta`, once a backward)
-    returns dq [B, L, H, D], dk and dv [B, L, G, D], all fp32
+    deterministic: see `Kernel.backward`
+    rounded: dk and dv come in k's type where one hop is all there is; False: nobody has summed them up yet
+    returns dq [B, L, H, D] and dk, dv [B, L, G, D], fp32 but for `rounded`
     """
     hops = plan.hops
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    run = functools.partial(kernel.backward, scale=scale, deterministic=deterministic)
+    if hops in ((), (0,)):
+        dtype = k.dtype if rounded else torch.float32
+        dk, dv = (torch.empty(k.shape, dtype=dtype, device=k.device) for _ in range(2))
+        if plan.last < 0:
+            return dq, dk.zero_(), dv.zero_()
+        assert plan.views[0] is not None
+        run(dout, q, k, v, lse, delta, plan.views[0], dq, dk, dv)
+        return dq, dk, dv
     total = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)  # dk, dv of the block visiting now
-    fresh, spare = (torch.empty_like(total) if hops not in ((), (0,)) else total for _ in range(2))
+    fresh, spare = torch.empty_like(total), torch.empty_like(total)
     moving: Pending | None = None
     for i, (k_visiting, v_visiting) in enumerate(_visits(k, v, hops, transport)):
         view = plan.views[i]
         if view:
-            kernel.backward(
-                dout, q, k_visiting, v_visiting, lse, delta, view, dq, *(fresh if i else total), scale=scale
-            )
+            run(dout, q, k_visiting, v_visiting, lse, delta, view, dq, *(fresh if i else total))
         if moving is not None:
             # what this block collected elsewhere has travelled under the kernel: add ours on arrival
             moving.wait()
@@ -76,7 +87,7 @@ def backward(
                 total += fresh
         if i + 1 < len(hops):
             moving = _move(transport, total, spare, hops[i + 1] - hops[i], f"gradients after hop {hops[i]}")
-    if hops and hops[-1]:
+    if hops[-1]:
         _move(transport, total, spare, -hops[-1], f"gradients home from hop {hops[-1]}").wait()
         total = spare
     return dq, total[0], total[1]

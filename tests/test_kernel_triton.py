@@ -61,7 +61,9 @@ def one_rank(rank: int, segments: list, bounds: tuple, tensors: tuple, sums: tup
     dq = torch.zeros(q_local.shape)
     for _, view, keys in work:
         dk, dv = torch.full((2, k.shape[0], len(keys), *k.shape[2:]), torch.nan)
-        triton.backward(dout_local, q_local, k[:, keys], v[:, keys], lse, delta, view, dq, dk, dv, scale=scale)
+        triton.backward(
+            dout_local, q_local, k[:, keys], v[:, keys], lse, delta, view, dq, dk, dv, scale=scale, deterministic=True
+        )
         sums[0][:, keys] += dk
         sums[1][:, keys] += dv
     return out, lse.transpose(1, 2), dq
@@ -173,7 +175,7 @@ def one_device(tensors: tuple, given: dict, *, scale: float = 0.2) -> dict[str, 
     triton.forward(q, k, v, view, State(None, out, lse), scale=scale, first=True, last=True)
     delta = triton.delta(out, dout, dlse)
     dq, dk, dv = torch.zeros(q.shape), torch.full(k.shape, torch.nan), torch.full(v.shape, torch.nan)
-    triton.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale)
+    triton.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale, deterministic=True)
     return dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
 
 

@@ -232,7 +232,9 @@ def test_the_backward_adds_to_dq_and_writes_every_row_of_dk_and_dv(kernel):
     delta = KERNELS[kernel].delta(wanted["out"].float(), dout, dlse)
     dq, dk, dv = torch.ones(q.shape), torch.full(k.shape, torch.nan), torch.full(v.shape, torch.nan)
     view = part_of(lo, hi, slice(0, 96))
-    KERNELS[kernel].backward(dout, q, k, v, wanted["lse"].float(), delta, view, dq, dk, dv, scale=0.25)
+    KERNELS[kernel].backward(
+        dout, q, k, v, wanted["lse"].float(), delta, view, dq, dk, dv, scale=0.25, deterministic=True
+    )
     assert error(dq - 1, wanted["dq"]) < 1e-5 and error(dk, wanted["dk"]) < 1e-5 and error(dv, wanted["dv"]) < 1e-5
 
 
@@ -263,5 +265,7 @@ def test_eager_never_holds_a_matrix_of_all_scores(monkeypatch):
     with Watch():
         eager.forward(q, k, v, view, State(None, out, lse), scale=0.25, first=True, last=True)
         delta = eager.delta(out, dout, dlse)
-        eager.backward(dout, q, k, v, lse, delta, view, *(torch.zeros_like(x) for x in (q, k, v)), scale=0.25)
+        eager.backward(
+            dout, q, k, v, lse, delta, view, *(torch.zeros_like(x) for x in (q, k, v)), scale=0.25, deterministic=True
+        )
     assert largest <= eager.BLOCK_Q * eager.SLAB < 2048 * 2048 / 8

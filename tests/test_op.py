@@ -217,7 +217,7 @@ def test_opcheck(name):
     out, lse = ringflash.ops.attention(*leaves, *mask, False, "", 1, 0.0)
     saved = [x.detach() for x in (q, k, v, out, lse)]
     for given_dlse in (dlse, None):
-        arguments = (dout, given_dlse, *saved, *mask, "", 1, 0.0)
+        arguments = (dout, given_dlse, *saved, *mask, False, "", 1, 0.0)
         torch.library.opcheck(torch.ops.ringflash.attention_backward.default, arguments)
 
 

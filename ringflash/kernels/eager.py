@@ -103,12 +103,11 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
+    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     groups = k.shape[2]
-    dk.zero_()
-    dv.zero_()
+    dk_total, dv_total = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (dk, dv))
     for rows, slabs in _slabs(view, q.device):
         if not slabs:
             continue
@@ -124,8 +123,10 @@ def backward(
             weights = scores.sub_(b_lse).exp_()
             # the heads of a group share k and v: fold them into the rows, and the products sum over them
             folded = weights.flatten(2, 3)
-            dv[:, keys] += (folded.mT @ b_dout.flatten(2, 3)).transpose(1, 2)
+            dv_total[:, keys] += (folded.mT @ b_dout.flatten(2, 3)).transpose(1, 2)
             dscores = (b_dout @ b_v.mT).sub_(b_delta).mul_(weights).mul_(scale)
             b_dq += dscores @ b_k
-            dk[:, keys] += (dscores.flatten(2, 3).mT @ b_q.flatten(2, 3)).transpose(1, 2)
+            dk_total[:, keys] += (dscores.flatten(2, 3).mT @ b_q.flatten(2, 3)).transpose(1, 2)
         dq[:, rows] += b_dq.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    dk.copy_(dk_total)
+    dv.copy_(dv_total)

@@ -144,11 +144,10 @@ def forward(
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
+    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`. A row with lse = -inf is in no piece."""
-    dk.zero_()
-    dv.zero_()
+    dk_total, dv_total = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (dk, dv))
     heads, groups = q.shape[2], k.shape[2]
     for rows, keys, causal, mirrored in pieces(view):
         b_q = _take(q, rows, heads, mirrored) * scale
@@ -158,8 +157,10 @@ def backward(
         grads = _fused_backward(b_dout, b_q, b_k, b_v, b_lse, b_delta, causal=causal)
         b_dq, b_dk, b_dv = (grad.flip(2) if mirrored else grad for grad in grads)
         dq[:, rows] += b_dq.transpose(1, 2) * scale
-        for total, grad in ((dk, b_dk), (dv, b_dv)):
+        for total, grad in ((dk_total, b_dk), (dv_total, b_dv)):
             total[:, keys] += grad.unflatten(1, (groups, -1)).sum(2).transpose(1, 2)
+    dk.copy_(dk_total)
+    dv.copy_(dv_total)
 
 
 def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:

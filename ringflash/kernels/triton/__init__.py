@@ -58,7 +58,7 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
+    view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     from . import launch
