@@ -50,7 +50,12 @@ ENDS = ((True, True), (True, False), (False, False), (False, True))
 TYPES = (torch.bfloat16, torch.float16)
 CASES = [
     *(Case("attend", width, dtype, *ends) for width in (64, 96, 128, 192, 256) for dtype in TYPES for ends in ENDS),
-    *(Case(kernel, width, dtype) for kernel in ("keys", "queries") for width in (64, 96, 128) for dtype in TYPES),
+    *(
+        Case(kernel, width, dtype)
+        for kernel in ("keys", "queries", "all_gradients")
+        for width in (64, 96, 128)
+        for dtype in TYPES
+    ),
 ]
 
 
@@ -136,6 +141,9 @@ def _call(case: Case) -> None:
         launch.forward(q, k, v, view, state, scale=0.1, first=case.first, last=case.last)
     elif case.kernel == "keys":
         launch.key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)
+    elif case.kernel == "all_gradients":
+        grads = (torch.empty(q.shape), torch.empty_like(k), torch.empty_like(v))
+        launch.all_gradients(dout, q, k, v, lse, lse, view, *grads, scale=0.1)
     else:
         launch.query_gradient(dout, q, k, v, lse, lse, view, torch.empty(q.shape), scale=0.1)
 

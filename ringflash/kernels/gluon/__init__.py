@@ -67,7 +67,10 @@ def backward(
     from ..triton import launch as portable
     from . import launch
 
-    engine = launch if q.shape[3] in BACKWARD_DIMS else portable
     with torch.cuda.device_of(q):
-        engine.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
-        engine.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)
+        if deterministic or q.shape[3] not in BACKWARD_DIMS:
+            engine = launch if q.shape[3] in BACKWARD_DIMS else portable
+            engine.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
+            engine.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)
+        else:
+            launch.all_gradients(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale)

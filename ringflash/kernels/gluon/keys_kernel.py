@@ -51,38 +51,42 @@ def row_starts(
 
 
 @gluon.jit
+def place(walk, i_h, t, num_masked):
+    """(query head, query tile) of step t: the masked tiles of all heads first. num_masked: of all heads."""
+    v0, f0, f1, v1 = walk
+    masked = v1 - v0 - (f1 - f0)
+    a_head = masked if t < num_masked else f1 - f0
+    step = t if t < num_masked else t - num_masked
+    return i_h + step // a_head, tile_at(step % a_head + (0 if t < num_masked else masked), v0, f0, f1, v1)
+
+
+@gluon.jit
 def _fill_step(
     descs, rings, barriers, walk, head, q_tiles, num_tiles, t, num_masked, MASK: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Fill the buffers of step t, masked tiles of all heads first. MASK: the step is masked, or the first."""
     q_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc = descs
     q_s, dout_s, starts_s, deltas_s, lo_s, hi_s = rings
-    q_full, q_free, dout_full, dout_free = barriers
-    v0, f0, f1, v1 = walk
+    q_full, dout_full, free = barriers
     i_b, i_h, num_heads, _ = head
-    a_head = v1 - v0 - (f1 - f0) if t < num_masked else f1 - f0
-    step = t if t < num_masked else t - num_masked
-    i_head = i_h + step // a_head
-    i_tile = tile_at(step % a_head + (0 if t < num_masked else v1 - v0 - (f1 - f0)), v0, f0, f1, v1)
+    i_head, i_tile = place(walk, i_h, t, num_masked)
     row = gl.load(q_tiles + 3 * i_tile)
     at = ((i_b * num_heads + i_head) * num_tiles + i_tile) * 64
     stage = t % STAGES
-    phase = ((t // STAGES) & 1) ^ 1
-    mbarrier.wait(q_free.index(stage), phase)
+    mbarrier.wait(free.index(stage), ((t // STAGES) & 1) ^ 1)
     mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + (768 if MASK else 256))
     tma_load(q_desc, [i_b, i_head, row, 0], q_full.index(stage), q_s.index(stage))
     tma_load(starts_desc, [at], q_full.index(stage), starts_s.index(stage))
     if MASK:
         tma_load(lo_desc, [i_tile * 64], q_full.index(stage), lo_s.index(stage))
         tma_load(hi_desc, [i_tile * 64], q_full.index(stage), hi_s.index(stage))
-    mbarrier.wait(dout_free.index(stage), phase)
     mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes + 256)
     tma_load(dout_desc, [i_b, i_head, row, 0], dout_full.index(stage), dout_s.index(stage))
     tma_load(deltas_desc, [at], dout_full.index(stage), deltas_s.index(stage))
 
 
 @gluon.jit
-def _producer(
+def producer(
     descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles, num_tiles, k_row,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -101,20 +105,20 @@ def _producer(
 
 
 @gluon.jit
-def _columns(x, TL: gl.constexpr):
+def columns(x, TL: gl.constexpr):
     """One number a query, [64], repeated over the keys: [64, 64]."""
     return gl.broadcast(x.load(gl.SliceLayout(0, TL))[None, :], gl.zeros([64, 64], gl.float32, TL))[0]
 
 
 @gluon.jit
-def _issue_scores(
+def issue_scores(
     rings, k_half, q_full, b_key, t, more, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr
 ):  # fmt: skip
     """Start S^T(t) = K Q^T - lse / scale. Behind the last step (more is 0) it multiplies stale data nobody reads."""
     q_s, _, starts_s, _, lo_s, hi_s = rings
     stage = t % STAGES
     mbarrier.wait(q_full.index(stage), (t // STAGES) & 1, pred=more)
-    b_s = _columns(starts_s.index(stage), TL)
+    b_s = columns(starts_s.index(stage), TL)
     if MASK:
         b_lo = lo_s.index(stage).load(gl.SliceLayout(0, TL))[None, :]
         b_hi = hi_s.index(stage).load(gl.SliceLayout(0, TL))[None, :]
@@ -132,12 +136,12 @@ def _step(
     No product may be in flight over the loop's back edge: ptxas then serialises every product of the kernel.
     """
     q_s, dout_s, _, deltas_s, _, _ = rings
-    q_full, q_free, dout_full, dout_free = barriers
+    q_full, dout_full, free = barriers
     AL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
     stage = t % STAGES
     b_dout = matrix(dout_s.index(stage))
     wait_full(dout_full, t, STAGES)
-    b_dp = _columns(deltas_s.index(stage), TL)
+    b_dp = columns(deltas_s.index(stage), TL)
     b_dp = warpgroup_mma(v_half, b_dout.permute([1, 0]), b_dp, is_async=True)
     b_p = gl.exp2(b_s * scale_log2)
     b_pa = gl.convert_layout(b_p.to(q_s.dtype), AL)
@@ -147,33 +151,63 @@ def _step(
     b_dk = warpgroup_mma(b_dsa, matrix(q_s.index(stage)), b_dk, is_async=True)
     if MASK:  # the mask needs registers that the operands still hold
         b_dk, b_dv, b_pa, b_dsa = warpgroup_mma_wait(0, deps=[b_dk, b_dv, b_pa, b_dsa])
-        b_s = _issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
+        b_s = issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
     else:
-        b_s = _issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
+        b_s = issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
         b_dk, b_dv, b_pa, b_dsa = warpgroup_mma_wait(1, deps=[b_dk, b_dv, b_pa, b_dsa])
-    arrive_free(dout_free, t, STAGES)
-    arrive_free(q_free, t, STAGES)
+    arrive_free(free, t, STAGES)
     b_s = warpgroup_mma_wait(0, deps=[b_s])
     return b_s, b_dk, b_dv
 
 
 @gluon.jit
-def _consumer(
-    rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, count, p_dk, p_dv, dk_row, dv_row,
-    scale, scale_log2, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+def new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, lo_desc, STAGES: gl.constexpr):
+    """(rings, their barriers, k, v, barrier of k and v)."""
+    k_s = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
+    kv_full = new_barriers(1, 1).index(0)
+    q_s, q_full, free = new_ring(q_desc, STAGES, 2)
+    dout_s = gl.allocate_shared_memory(dout_desc.dtype, q_s.shape, dout_desc.layout)
+    starts_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], starts_desc.layout)
+    deltas_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], starts_desc.layout)
+    lo_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], lo_desc.layout)
+    hi_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], lo_desc.layout)
+    rings = (q_s, dout_s, starts_s, deltas_s, lo_s, hi_s)
+    return rings, (q_full, new_barriers(STAGES, 1), free), k_s, v_s, kv_full
+
+
+@gluon.jit
+def store_gradients(
+    grads, b_dk, b_dv, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, KL: gl.constexpr
 ):  # fmt: skip
-    """Keys 64 C ... 64 C + 63 of the tile. p_dk, p_dv: pointers to the tile's first row; *_row: strides."""
+    """Write the rows of consumer C. grads: pointers to the tile's first row of dk and dv, their strides, its rows."""
+    p_dk, p_dv, dk_row, dv_row, count = grads
+    o_key = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, KL))
+    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, KL))
+    m_key = inside(o_key, count, o_column, D, WIDTH)
+    p_dv += (o_key.to(gl.int64) * dv_row)[:, None] + o_column[None, :]
+    gl.store(p_dv, b_dv.to(p_dv.dtype.element_ty), mask=m_key)
+    p_dk += (o_key.to(gl.int64) * dk_row)[:, None] + o_column[None, :]
+    gl.store(p_dk, b_dk.to(p_dk.dtype.element_ty), mask=m_key)
+
+
+@gluon.jit
+def _consumer(
+    rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scale, scale_log2,
+    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Keys 64 C ... 64 C + 63 of the tile. grads: see `store_gradients`."""
     TL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     k_half = matrix(k_s).slice(C * 64, 64, dim=0)
     v_half = matrix(v_s).slice(C * 64, 64, dim=0)
-    q_full, _, _, _ = barriers
+    q_full, _, _ = barriers
     b_key = position + C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, TL))
     b_dk = gl.zeros([64, D], gl.float32, KL)
     b_dv = gl.zeros([64, D], gl.float32, KL)
     mbarrier.wait(kv_full, 0)
     if num_steps > 0:
-        b_s = _issue_scores(rings, k_half, q_full, b_key, 0, True, True, STAGES, TL)
+        b_s = issue_scores(rings, k_half, q_full, b_key, 0, True, True, STAGES, TL)
         b_s = warpgroup_mma_wait(0, deps=[b_s])
         for t in range(0, first_plain - 1):
             b_s, b_dk, b_dv = _step(
@@ -183,11 +217,7 @@ def _consumer(
             b_s, b_dk, b_dv = _step(
                 rings, barriers, k_half, v_half, b_s, b_dk, b_dv, b_key, t, num_steps, scale_log2,
                 False, STAGES, TL, KL)  # fmt: skip
-    o_key = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, KL))
-    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, KL))
-    m_key = inside(o_key, count, o_column, D, WIDTH)
-    gl.store(p_dv + (o_key.to(gl.int64) * dv_row)[:, None] + o_column[None, :], b_dv, mask=m_key)
-    gl.store(p_dk + (o_key.to(gl.int64) * dk_row)[:, None] + o_column[None, :], b_dk * scale, mask=m_key)
+    store_gradients(grads, b_dk * scale, b_dv, C, D, WIDTH, KL)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group"])
@@ -214,25 +244,16 @@ def keys(
     num_steps = (v1 - v0) * group
     first_plain = gl.minimum(gl.maximum((v1 - v0 - (f1 - f0)) * group, 1), num_steps)
 
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 128, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 128, D], v_desc.layout)
-    kv_full = new_barriers(1, 1).index(0)
-    q_s, q_full, q_free = new_ring(q_desc, STAGES, 2)
-    dout_s, dout_full, dout_free = new_ring(dout_desc, STAGES, 2)
-    starts_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], starts_desc.layout)
-    deltas_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], deltas_desc.layout)
-    lo_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], lo_desc.layout)
-    hi_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], hi_desc.layout)
+    rings, barriers, k_s, v_s, kv_full = new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, lo_desc, STAGES)
     fence_async_shared()
-    rings = (q_s, dout_s, starts_s, deltas_s, lo_s, hi_s)
-    barriers = (q_full, q_free, dout_full, dout_free)
     descs = (q_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc)
     head = (i_b, i_g * group, num_groups * group, group)
+    grads = (p_dk, p_dv, dk[2], dv[2], count)
     gl.warp_specialize([
-        (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, count, p_dk, p_dv,
-                     dk[2], dv[2], scale, scale_log2, 0, D, WIDTH, STAGES)),
-        (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, count, p_dk, p_dv,
-                     dk[2], dv[2], scale, scale_log2, 1, D, WIDTH, STAGES)),
-        (_producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, (v0, f0, f1, v1), head, q_tiles,
+        (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scale,
+                     scale_log2, 0, D, WIDTH, STAGES)),
+        (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scale,
+                     scale_log2, 1, D, WIDTH, STAGES)),
+        (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, (v0, f0, f1, v1), head, q_tiles,
                      num_q_tiles, row, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -13,10 +13,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...mask import View
 from ..triton.launch import LOG2E, grid, rows_argument
-from . import forward_kernel, keys_kernel, queries_kernel
+from . import forward_kernel, fused_kernel, keys_kernel, queries_kernel
 from .tiling import TILINGS, Tiling, columns
 
-GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 MAX_ROWS = 2**31 - 1  # of all heads together: the backward's TMA finds a row by one 32-bit coordinate
 
 
@@ -29,13 +29,13 @@ def walkable(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """x [B, N, H, D], `walkable`, as a descriptor of [B, H, N, D] in boxes of one head, `rows` x `columns`."""
+def descriptor(x: torch.Tensor, rows: int, pieces: int = 1) -> TensorDescriptor:
+    """x [B, N, H, D], `walkable`, as a descriptor of [B, H, N, D] in boxes of one head, `rows` x `columns` / pieces."""
     order = (0, 2, 1, 3)
     shape = [x.shape[dim] for dim in order]
     # the stride of a dimension of size 1 is never used, and may be anything
     strides = [x.stride(dim) if x.shape[dim] > 1 else shape[3] for dim in order[:3]] + [1]
-    box = [1, 1, rows, columns(shape[3])]
+    box = [1, 1, rows, columns(shape[3]) // pieces]
     layout = gl.NVMMASharedLayout.get_default_for(box, GLUON_TYPES[x.dtype])
     return TensorDescriptor(x, shape, strides, box, layout)
 
@@ -59,7 +59,7 @@ class Work(NamedTuple):
         tiles = TILINGS[kernel][columns(q.shape[3])]
         made: Any = view.tiles(tiles.block_q, tiles.block_k, q.device)
         host = view.tiles(tiles.block_q, tiles.block_k)
-        side = "k" if kernel == "keys" else "q"
+        side = "k" if kernel in ("keys", "fused") else "q"
         ranges = getattr(host, f"{side}_ranges")
         tables = (
             *view.bounds(q.device), made.q_tiles, made.k_tiles,
@@ -102,29 +102,48 @@ def flat(x: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel()], [1], [64], gl.NVMMASharedLayout(0, 32, 1))
 
 
-def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float) -> None:
-    """Launch `keys_kernel.row_starts` and `keys_kernel.keys`: every row of dk and dv is written."""
-    batch, num_rows, heads, width = q.shape
-    groups = k.shape[2]
-    work = Work.of("keys", q, view)
-    q, scale = sharpened(q, scale)
-    dout, q, k, v = map(walkable, (dout, q, k, v))
-    tiles = work.tiling
-    lo, hi, q_tiles, k_tiles, ranges, order = work.tables
-    num_q_tiles = len(q_tiles)
-    if batch * heads * num_q_tiles * tiles.block_q > MAX_ROWS:
+def row_starts(work: Work, q, lse, delta, scale: float) -> list[TensorDescriptor]:
+    """Launch `keys_kernel.row_starts`: starts, deltas, los, his, one number a row."""
+    batch, num_rows, heads, _ = q.shape
+    lo, hi, q_tiles = work.tables[:3]
+    block, num_q_tiles = work.tiling.block_q, len(q_tiles)
+    if batch * heads * num_q_tiles * block > MAX_ROWS:
         raise ValueError(f"batch {batch} x {heads} heads x {num_rows} queries are more than {MAX_ROWS} rows")
-    starts, deltas = lse.new_empty(2, batch * heads * num_q_tiles * tiles.block_q)
-    los, his = lo.new_empty(2, num_q_tiles * tiles.block_q)
+    starts, deltas = lse.new_empty(2, batch * heads * num_q_tiles * block)
+    los, his = lo.new_empty(2, num_q_tiles * block)
     keys_kernel.row_starts[grid(num_q_tiles, batch, heads)](
-        lse, delta, lo, hi, q_tiles, starts, deltas, los, his, 1.0 / scale, num_q_tiles, num_rows, BQ=tiles.block_q,
-        num_warps=2,
-    )  # fmt: skip
-    keys_kernel.keys[grid(work.num_tiles, batch, groups)](
+        lse, delta, lo, hi, q_tiles, starts, deltas, los, his, 1.0 / scale, num_q_tiles, num_rows, BQ=block, num_warps=2
+    )
+    return [flat(x) for x in (starts, deltas, los, his)]
+
+
+def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float) -> None:
+    """Launch `keys_kernel.keys`: every row of dk and dv is written."""
+    _by_key_tile("keys", dout, q, k, v, lse, delta, view, (dk, dv), scale=scale)
+
+
+def all_gradients(dout, q, k, v, lse, delta, view: View, dq, dk, dv, *, scale: float) -> None:
+    """Launch `fused_kernel.all_gradients`: dk and dv are written, dq is added to, in an order that varies."""
+    _by_key_tile("fused", dout, q, k, v, lse, delta, view, (dk, dv), dq, scale=scale)
+
+
+def _by_key_tile(
+    kernel: str, dout, q, k, v, lse, delta, view: View, grads: tuple[torch.Tensor, ...], dq=None, *, scale: float
+) -> None:
+    """What the two kernels share whose program is a key tile."""
+    batch, _, heads, width = q.shape
+    groups = k.shape[2]
+    work = Work.of(kernel, q, view)
+    q, sharp = sharpened(q, scale)
+    dout, q, k, v = map(walkable, (dout, q, k, v))
+    tiles, q_tiles = work.tiling, work.tables[2]
+    run, extra, scales = keys_kernel.keys, [], [sharp, sharp * LOG2E]
+    if dq is not None:
+        run, extra, scales = fused_kernel.all_gradients, [descriptor(dq, tiles.block_q, 2)], [*scales, scale]
+    run[grid(work.num_tiles, batch, groups)](
         descriptor(q, tiles.block_q), descriptor(k, tiles.block_k), descriptor(v, tiles.block_k),
-        descriptor(dout, tiles.block_q), *map(flat, (starts, deltas, los, his)),
-        rows_argument(dk), rows_argument(dv), q_tiles, k_tiles, ranges, order,
-        scale, scale * LOG2E, work.num_tiles, num_q_tiles, groups, heads // groups,
+        descriptor(dout, tiles.block_q), *row_starts(work, q, lse, delta, sharp), *extra,
+        *map(rows_argument, grads), *work.tables[2:], *scales, work.num_tiles, len(q_tiles), groups, heads // groups,
         D=columns(width), WIDTH=width, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip
 

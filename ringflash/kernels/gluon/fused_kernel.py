@@ -1,0 +1,163 @@
+"""All three gradients in one kernel for sm_90: those of `keys_kernel` and, from the same scores, dq.
+
+Fast, and not deterministic. Device code only. Both consumers put dS in shared memory, and each multiplies it with its
+half of K's columns. One more warp, the adder, has the copy engine add the finished pieces to the fp32 tensor, while the
+consumers go on. The order of these additions differs from run to run, and so do the last bits of dq.
+Source: FlashAttention-3, arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .keys_kernel import columns, issue_scores, new_buffers, place, producer, store_gradients
+from .walk import arrive_free, matrix, new_barriers, range_of, wait_full
+
+
+@builtin
+def tma_add(desc, at, source, _semantic=None):
+    """Start to add `source` to the block of `desc` at `at`. Triton 3.6 and 3.7 have the operation without a name."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)
+
+
+@gluon.jit
+def _adder(dq_desc, exchange, walk, head, q_tiles, num_steps, num_masked, D: gl.constexpr):
+    """Add every finished [64, D / 2] piece to its rows of dq. Rows behind the end of a short tile are 0."""
+    _, dq_s, _, dq_full, dq_free = exchange
+    i_b, i_h, _, _ = head
+    for t in range(num_steps):
+        i_head, i_tile = place(walk, i_h, t, num_masked)
+        row = gl.load(q_tiles + 3 * i_tile)
+        for c in gl.static_range(2):
+            mbarrier.wait(dq_full.index(c), t & 1)
+            tma_add(dq_desc, [i_b, i_head, row, c * (D // 2)], dq_s.index(c))
+        tma.store_wait(1)
+        mbarrier.arrive(dq_free.index(0), count=1)
+        tma.store_wait(0)
+        mbarrier.arrive(dq_free.index(1), count=1)
+
+
+@gluon.jit
+def _step(
+    rings, barriers, exchange, k_half, v_half, k_columns, b_s, b_dk, b_dv, b_key, t, num_steps, scale_log2, dq_scale,
+    C: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr, KL: gl.constexpr,
+):  # fmt: skip
+    """As `keys_kernel`'s, and hand this consumer's piece of dq to the adder."""
+    q_s, dout_s, _, deltas_s, _, _ = rings
+    q_full, dout_full, free = barriers
+    ds_s, dq_s, ds_full, dq_full, dq_free = exchange
+    AL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
+    QL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16])
+    stage = t % STAGES
+    b_dout = matrix(dout_s.index(stage))
+    wait_full(dout_full, t, STAGES)
+    b_dp = columns(deltas_s.index(stage), TL)
+    b_dp = warpgroup_mma(v_half, b_dout.permute([1, 0]), b_dp, is_async=True)
+    b_p = gl.exp2(b_s * scale_log2)
+    b_pa = gl.convert_layout(b_p.to(q_s.dtype), AL)
+    b_dv = warpgroup_mma(b_pa, b_dout, b_dv, is_async=True)
+    b_dp = warpgroup_mma_wait(1, deps=[b_dp])
+    b_ds = (b_p * b_dp).to(q_s.dtype)
+    ds_s.index(t & 1).slice(C * 64, 64, dim=0).store(b_ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(t & 1), count=1)
+    b_dsa = gl.convert_layout(b_ds, AL)
+    b_dk = warpgroup_mma(b_dsa, matrix(q_s.index(stage)), b_dk, is_async=True)
+    mbarrier.wait(ds_full.index(t & 1), (t >> 1) & 1)
+    zero = gl.zeros([64, D // 2], gl.float32, QL)
+    b_dq = warpgroup_mma(ds_s.index(t & 1).permute([1, 0]), k_columns, zero, use_acc=False, is_async=True)
+    b_dk, b_dv, b_pa, b_dsa = warpgroup_mma_wait(1, deps=[b_dk, b_dv, b_pa, b_dsa])
+    arrive_free(free, t, STAGES)
+    b_s = issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
+    b_dq = warpgroup_mma_wait(1, deps=[b_dq])
+    mbarrier.wait(dq_free.index(C), (t & 1) ^ 1)
+    matrix(dq_s.index(C)).store(b_dq * dq_scale)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(C), count=1)
+    b_s = warpgroup_mma_wait(0, deps=[b_s])
+    return b_s, b_dk, b_dv
+
+
+@gluon.jit
+def _consumer(
+    rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scales,
+    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As `keys_kernel`'s."""
+    TL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    k_half = matrix(k_s).slice(C * 64, 64, dim=0)
+    v_half = matrix(v_s).slice(C * 64, 64, dim=0)
+    k_columns = matrix(k_s).slice(C * (D // 2), D // 2, dim=1)
+    q_full, _, _ = barriers
+    scale, scale_log2, dq_scale = scales
+    b_key = position + C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, TL))
+    b_dk = gl.zeros([64, D], gl.float32, KL)
+    b_dv = gl.zeros([64, D], gl.float32, KL)
+    mbarrier.wait(kv_full, 0)
+    if num_steps > 0:
+        b_s = issue_scores(rings, k_half, q_full, b_key, 0, True, True, STAGES, TL)
+        b_s = warpgroup_mma_wait(0, deps=[b_s])
+        for t in range(0, first_plain - 1):
+            b_s, b_dk, b_dv = _step(
+                rings, barriers, exchange, k_half, v_half, k_columns, b_s, b_dk, b_dv, b_key, t, num_steps,
+                scale_log2, dq_scale, C, D, True, STAGES, TL, KL)  # fmt: skip
+        for t in range(first_plain - 1, num_steps):
+            b_s, b_dk, b_dv = _step(
+                rings, barriers, exchange, k_half, v_half, k_columns, b_s, b_dk, b_dv, b_key, t, num_steps,
+                scale_log2, dq_scale, C, D, False, STAGES, TL, KL)  # fmt: skip
+    store_gradients(grads, b_dk * scale, b_dv, C, D, WIDTH, KL)
+
+
+@gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group"])
+def all_gradients(
+    q_desc, k_desc, v_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc, dq_desc, dk, dv,
+    q_tiles, k_tiles, ranges, order, scale, scale_log2, dq_scale, num_tiles, num_q_tiles, num_groups, group,
+    D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As `keys_kernel.keys`, and add dq_scale dS K to dq. dq_desc: [B, H, N, D] fp32 in boxes of 64 rows, D / 2."""
+    i_tile = gl.load(order + gl.program_id(0) % num_tiles)
+    i_bg = gl.program_id(0) // num_tiles
+    i_b = i_bg // num_groups
+    i_g = i_bg % num_groups
+    v0, f0, f1, v1 = range_of(ranges, i_tile, num_q_tiles)
+    row = gl.load(k_tiles + 3 * i_tile)
+    position = gl.load(k_tiles + 3 * i_tile + 1)
+    count = gl.load(k_tiles + 3 * i_tile + 2)
+    p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
+    p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
+    num_steps = (v1 - v0) * group
+    num_masked = (v1 - v0 - (f1 - f0)) * group
+    first_plain = gl.minimum(gl.maximum(num_masked, 1), num_steps)
+
+    rings, barriers, k_s, v_s, kv_full = new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, lo_desc, STAGES)
+    DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 128, 64], DS)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, D // 2], dq_desc.layout)
+    exchange = (ds_s, dq_s, new_barriers(2, 2), new_barriers(2, 1), new_barriers(2, 1))
+    fence_async_shared()
+    descs = (q_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc)
+    head = (i_b, i_g * group, num_groups * group, group)
+    walk = (v0, f0, f1, v1)
+    grads = (p_dk, p_dv, dk[2], dv[2], count)
+    scales = (scale, scale_log2, dq_scale)
+    gl.warp_specialize([
+        (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scales,
+                     0, D, WIDTH, STAGES)),
+        (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scales,
+                     1, D, WIDTH, STAGES)),
+        (_adder, (dq_desc, exchange, walk, head, q_tiles, num_steps, num_masked, D)),
+        (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles,
+                    num_q_tiles, row, STAGES)),
+    ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
