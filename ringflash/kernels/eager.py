@@ -47,6 +47,11 @@ def _slabs(view: View, device: torch.device) -> Iterator[tuple[slice, list[tuple
         yield rows, slabs
 
 
+def _seen(x: torch.Tensor, mask: torch.Tensor | None, dim: int) -> torch.Tensor:
+    """x [B, G, H/G, N, D] with 0 in the rows of which a mask shows nothing along `dim`: they may be NaN, and 0 * NaN too."""
+    return x if mask is None else x.masked_fill(~mask.any(dim)[:, None], 0.0)
+
+
 def _group(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).float()  # [B, N, H, D] -> [B, G, H/G, N, D] fp32
 
@@ -80,7 +85,7 @@ def forward(
             weights = scores.sub_(safe_max[..., None]).exp_()
             shrink = (b_max - safe_max).exp_()
             b_sum = b_sum * shrink + weights.sum(-1)
-            b_acc = b_acc * shrink[..., None] + weights @ _group(v[:, keys], groups)
+            b_acc = b_acc * shrink[..., None] + weights @ _seen(_group(v[:, keys], groups), mask, 0)
             b_max = new_max
         empty = b_sum == 0
         denominator = b_sum.masked_fill(empty, 1.0)
@@ -111,12 +116,14 @@ def backward(
     for rows, slabs in _slabs(view, q.device):
         if not slabs:
             continue
-        b_q, b_dout = _group(q[:, rows], groups), _group(dout[:, rows], groups)
+        tile_q, tile_dout = _group(q[:, rows], groups), _group(dout[:, rows], groups)
         b_lse, b_delta = (x[:, :, rows].unflatten(1, (groups, -1))[..., None] for x in (lse, delta))
+        b_delta = b_delta.masked_fill(b_lse == -torch.inf, 0.0)
         b_lse = b_lse.masked_fill(b_lse == -torch.inf, torch.inf)  # a row that sees nothing: exp(s - inf) = 0
-        b_dq = torch.zeros_like(b_q)
+        b_dq = torch.zeros_like(tile_q)
         for keys, mask in slabs:
-            b_k, b_v = _group(k[:, keys], groups), _group(v[:, keys], groups)
+            b_k, b_v = (_seen(_group(x[:, keys], groups), mask, 0) for x in (k, v))
+            b_q, b_dout = (_seen(x, mask, 1) for x in (tile_q, tile_dout))
             scores = (b_q @ b_k.mT).mul_(scale)
             if mask is not None:
                 scores.masked_fill_(~mask, -torch.inf)

@@ -89,16 +89,17 @@ def _keys_step(
     return b_dk0, b_dk1, b_dv0, b_dv1
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_groups", "group", "num_rows"])
+@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_groups", "group", "num_rows", "head_stride"])
 def keys(
     q, k, v, dout, q_desc0, q_desc1, dout_desc0, dout_desc1, dk, dv, lse, delta, lo, hi, q_tiles, k_tiles, ranges,
-    order, scale, scale_log2, num_tiles, num_full, num_groups, group, num_rows,
+    order, scale, scale_log2, num_tiles, num_full, num_groups, group, num_rows, head_stride,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
     RAGGED, num_full: as in `forward_kernel.attend`, of the query tiles. Rows that nobody sees are written as 0.
+    head_stride: rows from one head to the next in lse and delta, which may begin before q does.
     """
     i_tile = tl.load(order + tl.program_id(0) % num_tiles)
     i_bg = tl.program_id(0) // num_tiles
@@ -119,7 +120,7 @@ def keys(
     b_dk1 = tl.zeros([BK, D1 if D1 else D0], tl.float32)
     b_dv1 = tl.zeros([BK, D1 if D1 else D0], tl.float32)
     for i_h in range(i_g * group, i_g * group + group):
-        o_head = (i_b * num_groups * group + i_h).to(tl.int64) * num_rows
+        o_head = (i_b * num_groups * group + i_h).to(tl.int64) * head_stride
         # first the tiles that are full and seen whole, then those on both sides of them
         for MASK in tl.static_range(2):
             begin, end = (0, w0 - v0 + v1 - w1) if MASK else (w0, w1)
@@ -172,14 +173,17 @@ def _queries_step(
     return b_dq0, b_dq1
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "num_keys"])
+@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "head_stride", "num_keys"])
 def queries(
     q, k, v, dout, k_desc0, k_desc1, v_desc0, v_desc1, dq, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale, scale_log2, num_tiles, num_full, num_heads, group, num_rows, num_keys,
+    scale, scale_log2, num_tiles, num_full, num_heads, group, head_stride, num_keys,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq of one (query tile, batch, head) all key tiles that it sees. RAGGED, num_full: as in the forward."""
+    """Add to dq of one (query tile, batch, head) all key tiles that it sees. RAGGED, num_full: as in the forward.
+
+    head_stride: as in `keys`.
+    """
     i_tile = tl.load(order + tl.program_id(0) % num_tiles)
     i_bh = tl.program_id(0) // num_tiles
     i_b, i_h = i_bh // num_heads, i_bh % num_heads
@@ -194,7 +198,7 @@ def queries(
     m_q = o_q < count
     b_lo = tl.load(lo + row + o_q, mask=m_q, other=0)
     b_hi = tl.load(hi + row + o_q, mask=m_q, other=0)
-    o_head = i_bh.to(tl.int64) * num_rows
+    o_head = i_bh.to(tl.int64) * head_stride
     b_lse, b_delta = _rows_of(lse + o_head, delta + o_head, row, count, BQ)
     b_q0 = load(q, i_b, i_h, row, count, BQ, 0, D0, UPCAST)
     b_do0 = load(dout, i_b, i_h, row, count, BQ, 0, D0, UPCAST)

@@ -12,6 +12,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...mask import View
+from ..trimming import trimmed
 from . import backward_kernels, forward_kernel
 from .tiling import Card, Tiling, columns, tiling
 
@@ -51,18 +52,24 @@ def rows_argument(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return x, x.stride(0), x.stride(1), x.stride(2)
 
 
+def walkable(x: torch.Tensor) -> bool:
+    """Can TMA walk x [B, N, H, D]? Its start and strides must be multiples of 16 bytes."""
+    size = x.element_size()
+    # the stride of a dimension of size 1 is never used, and may be anything
+    strides = (x.stride(dim) for dim in range(3) if x.shape[dim] > 1)
+    return x.data_ptr() % 16 == 0 and all(s > 0 and s * size % 16 == 0 for s in strides) and x.numel() > 0
+
+
 def descriptors(x: torch.Tensor, block: int, card: Card) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     """x [B, N, H, D] as descriptors of [B, H, N, D] with boxes of `block` rows, one per column block of D.
 
     (None, None), which means pointers, where the card has no TMA or the strides are not multiples of 16 bytes.
     """
+    if not (card.has_tma and walkable(x)):
+        return None, None
     order = (0, 2, 1, 3)
     shape = [x.shape[dim] for dim in order]
-    # the stride of a dimension of size 1 is never used, and may be anything
     strides = [x.stride(dim) if x.shape[dim] > 1 else shape[3] for dim in order[:3]] + [1]
-    aligned = x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in strides[:3])
-    if not (card.has_tma and aligned and x.numel()):
-        return None, None
     d0, d1 = columns(shape[3])
     boxes = [[1, 1, block, width] for width in (d0, d1) if width]
     made = [TensorDescriptor(x, shape, strides, box) for box in boxes]
@@ -70,45 +77,47 @@ def descriptors(x: torch.Tensor, block: int, card: Card) -> tuple[TensorDescript
 
 
 class Work(NamedTuple):
-    """What one kernel has to do for one view, without heads and batch.
+    """What one kernel has to do for one view, without heads and batch; made once a view.
 
     tables: lo, hi, q_tiles, k_tiles, ranges, order, on the device; the last two are those of the kernel's own tiles
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
-    num_full, ragged: of the tiles that the kernel walks in its loop; see `forward_kernel.attend`
+    num_full: of the tiles that the kernel walks in its loop; see `forward_kernel.attend`
+    constants: the compile-time arguments that all attention kernels share, but for PRECISION
     """
 
     tiling: Tiling
+    card: Card
     tables: tuple
     num_tiles: int
     num_busy: int
     num_full: int
-    ragged: bool
+    constants: dict
 
     @classmethod
     def of(cls, kernel: str, q: torch.Tensor, view: View) -> Work:
-        tiles = tiling(kernel, q.shape[3], q.element_size(), card())
+        return view._memo((cls, kernel, q.shape[3], q.dtype, q.device), lambda: cls._made(kernel, q, view))
+
+    @classmethod
+    def _made(cls, kernel: str, q: torch.Tensor, view: View) -> Work:
+        here = card()
+        tiles = tiling(kernel, q.shape[3], q.element_size(), here)
         made = view.tiles(tiles.block_q, tiles.block_k, q.device)
         host = view.tiles(tiles.block_q, tiles.block_k)
         if kernel == "keys":
-            own, walked, block = (made.k_ranges, made.k_order), view.q_segments, tiles.block_q
-            busy = host.k_ranges[:, 0] < host.k_ranges[:, 3]
+            ranges, own = host.k_ranges, (made.k_ranges, made.k_order)
+            counts, block = view.q_segments[:, 1], tiles.block_q
         else:
-            own, walked, block = (made.q_ranges, made.q_order), view.k_segments, tiles.block_k
-            busy = host.q_ranges[:, 0] < host.q_ranges[:, 3]
+            ranges, own = host.q_ranges, (made.q_ranges, made.q_order)
+            counts, block = view.k_segments[:, 1], tiles.block_k
         tables = (*view.bounds(q.device), made.q_tiles, made.k_tiles, *own)
-        counts = walked[:, 1]
-        ragged = bool((counts[:-1] % block).any())
-        return cls(tiles, tables, len(busy), int(busy.sum()), int(counts.sum()) // block, ragged)
-
-    def constants(self, q: torch.Tensor) -> dict:
-        """The compile-time arguments that all attention kernels share."""
         d0, d1 = columns(q.shape[3])
-        block_q, block_k, num_warps, num_stages = self.tiling
-        return {
-            "D0": d0, "D1": d1, "BQ": block_q, "BK": block_k, "RAGGED": self.ragged,
-            "UPCAST": interpreting() and q.dtype == torch.bfloat16, "PRECISION": precision(q.dtype, card()),
-            "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True,
+        constants = {
+            "D0": d0, "D1": d1, "BQ": tiles.block_q, "BK": tiles.block_k,
+            "RAGGED": bool((counts[:-1] % block).any()), "UPCAST": interpreting() and q.dtype == torch.bfloat16,
+            "num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": True,
         }  # fmt: skip
+        num_busy = int((ranges[:, 0] < ranges[:, 3]).sum())
+        return cls(tiles, here, tables, len(ranges), num_busy, int(counts.sum()) // block, constants)
 
 
 def grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
@@ -120,22 +129,30 @@ def grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
     return (programs,)
 
 
+def sharpened(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """(q, scale) with the same products and a scale > 0, so that maxima may be taken before scaling."""
+    if scale > 0.0:
+        return q, scale
+    return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+
+
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
-    """Launch `forward_kernel.attend`. See `kernels.Kernel.forward`."""
+    """Launch `forward_kernel.attend`, which takes every view. See `kernels.Kernel.forward`."""
+    keys, view = trimmed(view).keys, trimmed(view).of_keys
+    k, v = k[:, keys], v[:, keys]
+    q, scale = sharpened(q, scale)
     batch, num_rows, heads, _ = q.shape
     num_keys, groups = k.shape[1:3]
     work = Work.of("forward", q, view)
     num_tiles = work.num_tiles if first or last else work.num_busy
     if not num_tiles:
         return
-    if scale <= 0.0:  # the kernel wants a positive scale
-        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
-    block, here = work.tiling.block_k, card()
+    block, here = work.tiling.block_k, work.card
     forward_kernel.attend[grid(num_tiles, batch, heads)](
         *map(rows_argument, (q, k, v)), *descriptors(k, block, here), *descriptors(v, block, here),
         rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse, *work.tables,
         scale * LOG2E, num_tiles, work.num_full, heads, heads // groups, num_rows, num_keys,
-        FIRST=first, LAST=last, **work.constants(q),
+        FIRST=first, LAST=last, PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip
 
 
@@ -154,28 +171,39 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
 
 def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float) -> None:
     """Launch `backward_kernels.keys`: every row of dk and dv is written."""
+    rows, keys, _, view = trimmed(view)
+    for x in (dk, dv):
+        if keys.stop - keys.start < x.shape[1]:
+            x[:, : keys.start].zero_()
+            x[:, keys.stop :].zero_()
+    dout, q, k, v, dk, dv = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], dk[:, keys], dv[:, keys]
     batch, num_rows, heads, _ = q.shape
     groups = k.shape[2]
     work = Work.of("keys", q, view)
-    block, here = work.tiling.block_q, card()
+    if not work.num_tiles:
+        return
+    block, here = work.tiling.block_q, work.card
     backward_kernels.keys[grid(work.num_tiles, batch, groups)](
         *map(rows_argument, (q, k, v, dout)), *descriptors(q, block, here), *descriptors(dout, block, here),
-        rows_argument(dk), rows_argument(dv), lse, delta, *work.tables,
-        scale, scale * LOG2E, work.num_tiles, work.num_full, groups, heads // groups, num_rows, **work.constants(q),
+        rows_argument(dk), rows_argument(dv), lse[..., rows], delta[..., rows], *work.tables,
+        scale, scale * LOG2E, work.num_tiles, work.num_full, groups, heads // groups, num_rows, lse.shape[2],
+        PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip
 
 
 def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -> None:
     """Launch `backward_kernels.queries`: add to dq."""
-    batch, num_rows, heads, _ = q.shape
+    rows, keys, _, view = trimmed(view)
+    dout, q, k, v, dq = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], dq[:, rows]
+    batch, _, heads, _ = q.shape
     num_keys, groups = k.shape[1:3]
     work = Work.of("queries", q, view)
     if not work.num_busy:
         return
-    block, here = work.tiling.block_k, card()
+    block, here = work.tiling.block_k, work.card
     backward_kernels.queries[grid(work.num_busy, batch, heads)](
         *map(rows_argument, (q, k, v, dout)), *descriptors(k, block, here), *descriptors(v, block, here),
-        rows_argument(dq), lse, delta, *work.tables,
-        scale, scale * LOG2E, work.num_busy, work.num_full, heads, heads // groups, num_rows, num_keys,
-        **work.constants(q),
+        rows_argument(dq), lse[..., rows], delta[..., rows], *work.tables,
+        scale, scale * LOG2E, work.num_busy, work.num_full, heads, heads // groups, lse.shape[2], num_keys,
+        PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip

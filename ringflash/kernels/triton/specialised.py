@@ -1,0 +1,208 @@
+"""When the forward with specialised warps serves, the look at its numbers that it must pass first, and its launch.
+
+The compiler that splits the loop is young: of some loops it makes binaries that are wrong without an error. So every
+configuration (head dimension, type, form, first, last) computes a small case on each device before its first use and is
+compared with the kernel that is not split; what fails, or does not compile, is logged once and never used.
+Called by `launch`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+
+from ...mask import View, intervals, positions
+from .. import State
+from ..trimming import trimmed
+from . import launch, specialised_kernel
+from .tiling import Card, Tiling
+
+HEAD_DIMS = (64, 128)
+TYPES = (torch.bfloat16, torch.float16)
+TILES = Tiling(128, 128, 4, 2)
+COMPILER = "3.6."  # the triton whose splitting is known; 3.7 refuses the same loop
+TOLERANCE = 0.02  # ||split - not split|| / ||not split||: bf16 rounds to 0.004, a wrong row in a thousand is 0.03
+
+
+class Form(NamedTuple):
+    """Which forward kernel a call takes, and why. kernel: "specialised" or "looped"."""
+
+    kernel: str
+    why: str
+
+
+class Below(NamedTuple):
+    """A view as `specialised_kernel.attend` takes it, without heads and batch; made once a view.
+
+    masked: is any key tile not seen whole?
+    tables: ends, q_tiles, q_ranges, q_order, on the device; ends: int32 [L + TILES.block_q], how many of the visiting
+        keys, from the first on, each row sees
+    num_tiles, num_busy: as in `launch.Work`
+    """
+
+    masked: bool
+    tables: tuple
+    num_tiles: int
+    num_busy: int
+
+
+def below(view: View, device: torch.device) -> Below | None:
+    """The view in that form; None where the rows of a query tile do not all see the first keys of its range."""
+    return view._memo((Below, device), lambda: _below(view, device))
+
+
+def _below(view: View, device: torch.device) -> Below | None:
+    counts = view.k_segments[:, 1]
+    if (counts[:-1] % TILES.block_k).any():
+        return None
+    position = positions(view.k_segments)
+    begins, ends = (np.searchsorted(position, edge) for edge in (view.lo, view.hi))
+    begins, ends = (np.where(begins < ends, edge, 0) for edge in (begins, ends))
+    tiles, made = (view.tiles(TILES.block_q, TILES.block_k, where) for where in (None, device))
+    v0, w0, w1, v1 = tiles.q_ranges.T
+    if (begins > np.repeat(v0 * TILES.block_k, tiles.q_tiles[:, 2])).any():
+        return None
+    whole = (v0 == v1) | ((v0 == w0) & (w1 == v1) & (v1 * TILES.block_k <= counts.sum()))
+    padded = torch.from_numpy(np.pad(ends, (0, TILES.block_q)).astype(np.int32)).to(device)
+    tables = (padded, made.q_tiles, made.q_ranges, made.q_order)
+    return Below(not whole.all(), tables, len(v0), int((v0 < v1).sum()))
+
+
+def form_of(q, k, v, view: View, *, first: bool, last: bool) -> Form:
+    """Which forward kernel these tensors and this view take, and why."""
+    keys, view = trimmed(view).keys, trimmed(view).of_keys
+    reason = _unfit(q, k[:, keys], v[:, keys])
+    if reason:
+        return Form("looped", reason)
+    seen = below(view, q.device)
+    if seen is None:
+        return Form("looped", "the mask bounds the keys from below (a window, documents), or their cut is irregular")
+    reason = fault(Configuration(q.device, q.shape[3], q.dtype, seen.masked, first, last))
+    if reason:
+        return Form("looped", reason)
+    return Form("specialised", "the mask bounds the keys from above only" if seen.masked else "every tile is whole")
+
+
+def _unfit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why no view of these tensors can take the specialised kernel, here; None if some can."""
+    if launch.interpreting():
+        return "Triton's interpreter has no warps"
+    if q.shape[3] not in HEAD_DIMS or q.dtype not in TYPES:
+        return f"specialised warps take 16 bits and head dimensions {HEAD_DIMS}, this is {q.dtype}, {q.shape[3]}"
+    here = launch.card()
+    if here != Card("cuda", 90):
+        return f"specialised warps need compute capability 9.0, this is {here.backend} {here.arch}"
+    if not triton.__version__.startswith(COMPILER):
+        return f"specialised warps need triton {COMPILER}x, this is {triton.__version__}"
+    if not all(map(launch.walkable, (q, k, v))):
+        return "TMA cannot walk q, k or v: a start or a stride is no multiple of 16 bytes"
+    return None
+
+
+class Configuration(NamedTuple):
+    """What decides a binary of `specialised_kernel.attend`."""
+
+    device: torch.device
+    width: int
+    dtype: torch.dtype
+    masked: bool
+    first: bool
+    last: bool
+
+
+@functools.cache
+def _faults() -> dict[Configuration, str | None]:
+    """What has been found in this process."""
+    return {}
+
+
+def fault(configuration: Configuration) -> str | None:
+    """What is wrong with the binary of this configuration, found by running it once a process; None if it is right."""
+    found = _faults()
+    if configuration not in found:
+        if torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured, and this configuration has not been looked at before"
+        found[configuration] = reason = _look(configuration)
+        if reason:
+            logging.getLogger(__name__).warning("%s: %s; the looped kernel is used", configuration, reason)
+    return found[configuration]
+
+
+def _look(configuration: Configuration) -> str | None:
+    try:
+        wanted = _sample(configuration, launch.forward)
+        for _ in range(3):
+            made = _sample(configuration, split)
+            for name, x, y in zip(("out", "lse"), made, wanted, strict=True):
+                empty = y == -torch.inf
+                if not torch.equal(x == -torch.inf, empty):
+                    return f"rows that see nothing differ in {name}"
+                difference = float((x - y).masked_fill(empty, 0.0).norm() / y.masked_fill(empty, 0.0).norm())
+                if not difference <= TOLERANCE:
+                    return f"{name} differs by {difference:.3g}, of at most {TOLERANCE}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+def _sample(configuration: Configuration, kernel: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) in fp32 of a small case: a batch, grouped heads, five key tiles, rows without a state, a tail."""
+    device, width, dtype, masked, first, last = configuration
+    length = 600 if masked else 640
+    random = torch.Generator(device).manual_seed(0)
+    draw = functools.partial(torch.randn, generator=random, device=device)
+    q = draw(2, length, 4, width).to(dtype)
+    k, v = (draw(2, length, 2, width).to(dtype) for _ in "kv")
+    acc, lse = draw(q.shape), draw(2, 4, length)
+    lse[..., ::3] = -torch.inf
+    acc[:, ::3] = 0.0
+    whole = np.array([[0, length]])
+    view = View(*intervals(length, length, causal=masked), whole, whole)
+    state = State(acc, torch.empty_like(q), lse)
+    kernel(q, k, v, view, state, scale=width**-0.5, first=first, last=last)
+    return (state.out if last else acc).float(), lse
+
+
+def split(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
+    """Launch `specialised_kernel.attend`."""
+    keys, view = trimmed(view).keys, trimmed(view).of_keys
+    k, v = k[:, keys], v[:, keys]
+    seen = below(view, q.device)
+    assert seen is not None
+    num_tiles = seen.num_tiles if first or last else seen.num_busy
+    if not num_tiles:
+        return
+    q, scale = launch.sharpened(q, scale)
+    batch, num_rows, heads, width = q.shape
+    rows, card = launch.rows_argument, Card("cuda", 90)
+    call = functools.partial(
+        specialised_kernel.attend[launch.grid(num_tiles, batch, heads)],
+        *map(rows, (q, k, v)), launch.descriptors(k, TILES.block_k, card)[0],
+        launch.descriptors(v, TILES.block_k, card)[0],
+        rows(state.out if state.acc is None else state.acc), rows(state.out), state.lse, *seen.tables,
+        scale * launch.LOG2E, num_tiles, heads, heads // k.shape[2], num_rows, k.shape[1],
+        D0=width, BQ=TILES.block_q, BK=TILES.block_k, FIRST=first, LAST=last, MASK=seen.masked,
+        UPCAST=launch.interpreting() and q.dtype == torch.bfloat16, SPECIALISED=not launch.interpreting(),
+        num_warps=TILES.num_warps, num_stages=TILES.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    # the descriptor of q is made on the device, in memory of an allocator that triton keeps by context
+    contextvars.copy_context().run(_with_memory, call)
+
+
+def _with_memory(call: Callable[[], object]) -> None:
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    call()
+
+
+def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
+    """See `kernels.Kernel.forward`: with specialised warps where they serve, else looped."""
+    form = form_of(q, k, v, view, first=first, last=last)
+    kernel = split if form.kernel == "specialised" else launch.forward
+    kernel(q, k, v, view, state, scale=scale, first=first, last=last)
