@@ -12,7 +12,7 @@ from conftest import TOLERANCE, error
 
 import ringflash
 from ringflash import mask
-from ringflash.kernels import sdpa
+from ringflash.kernels import pieces, sdpa
 
 DOCUMENTS = [0, 1, 17, 17, 60, 61, 88]
 MASKS = {
@@ -85,7 +85,7 @@ def check(results: dict, wanted: dict, dtype: torch.dtype = torch.float32) -> No
 def paint(view: mask.View) -> np.ndarray:
     """int [queries, keys]: how often the pieces compute each pair."""
     counts = np.zeros((len(view.lo), view.k_segments[:, 1].sum()), int)
-    for rows, keys, causal, mirrored in sdpa.pieces(view):
+    for rows, keys, causal, mirrored in pieces.cut(view):
         height, width = rows.stop - rows.start, keys.stop - keys.start
         assert height > 0 and width > 0, "an empty piece"
         assert not causal or height == width, "a causal piece must be square"
@@ -146,7 +146,7 @@ def test_common_masks_are_few_pieces(layout, size, length, arguments, num_pieces
     lo, hi = mask.intervals(length, length, **arguments)
     segments = ringflash.LAYOUTS[layout].segments(length, size, 1, hi - lo)
     views = mask.plan(segments, 0, lo, hi).views
-    assert [len(list(sdpa.pieces(view))) for view in views] == num_pieces
+    assert [len(list(pieces.cut(view))) for view in views] == num_pieces
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..mask import View
-from . import eager, gluon, sdpa, triton
+from . import cudnn, eager, fa4, gluon, gluon_fp8, sdpa, triton
 
 
 class State(NamedTuple):
@@ -65,5 +65,8 @@ KERNELS: dict[str, Kernel] = {
     "eager": eager,
     "triton": triton,
     "gluon": gluon,
+    "gluon_fp8": gluon_fp8,
     "sdpa": sdpa,
+    "cudnn": cudnn,
+    "fa4": fa4,
 }
