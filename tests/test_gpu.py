@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-KERNELS = [name for name in ringflash.KERNELS if name not in ("eager", "sdpa")]
+KERNELS = [name for name in ringflash.KERNELS if name not in ("eager", "gluon_fp8", "sdpa")]
+ROUNDED_EACH_HOP = ("cudnn", "fa4")  # and made of pieces: masks of too many are refused
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DOCUMENTS = [0, 1, 200, 200, 457, 690, 720]
 MASKS = {
@@ -46,10 +47,25 @@ def inputs(length: int, heads: int, groups: int, width: int, dtype: torch.dtype,
     return *tensors, draw(batch, heads, length, seed=1000 + seed)
 
 
-def skip_refused(kernel: str, q: torch.Tensor) -> None:
+def skip_refused(kernel: str, q: torch.Tensor, deterministic: bool = False) -> None:
     """A kernel of some cards, types or head dimensions says so itself."""
-    if reason := ringflash.KERNELS[kernel].refuses(q, q, True, 1):
+    if reason := ringflash.KERNELS[kernel].refuses(q, q, deterministic, 1):
         pytest.skip(reason)
+
+
+def attention(*tensors: torch.Tensor, kernel: str, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the public function; a kernel made of pieces refuses a mask of too many itself."""
+    try:
+        return ringflash.attention(*tensors, kernel=kernel, return_lse=True, **arguments)
+    except ValueError as error:
+        if kernel not in ROUNDED_EACH_HOP:
+            raise
+        pytest.skip(str(error))
+
+
+def for_lse(kernel: str, dlse: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of lse, of which cudnn has none."""
+    return None if kernel == "cudnn" else dlse
 
 
 def play(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, *, kernel: str, **arguments):
@@ -84,9 +100,9 @@ def check(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype: 
 
 def of_call(q, k, v, dout, dlse=None, **arguments) -> dict[str, torch.Tensor]:
     """The same through the public function and autograd, on one device."""
-    skip_refused(arguments["kernel"], q)
+    skip_refused(arguments["kernel"], q, arguments.get("deterministic", False))
     leaves = [x.detach().requires_grad_() if x.is_leaf else x for x in (q, k, v)]
-    out, lse = ringflash.attention(*leaves, return_lse=True, **arguments)
+    out, lse = attention(*leaves, **arguments)
     grads = torch.autograd.grad(
         (out, lse) if dlse is not None else out, leaves, (dout, dlse) if dlse is not None else dout
     )
@@ -97,10 +113,10 @@ def of_call(q, k, v, dout, dlse=None, **arguments) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_mask_equals_the_reference(kernel, name, dtype, record_property):
-    tensors = inputs(768, 6, 2, 64, dtype)
-    masks = masks_of(name, 768)
-    got = play(*tensors[:4], dlse=tensors[4], kernel=kernel, **masks)
-    check(got, want(*tensors, **masks), dtype, record_property)
+    *tensors, dlse = inputs(768, 6, 2, 64, dtype)
+    masks, dlse = masks_of(name, 768), for_lse(kernel, dlse)
+    got = play(*tensors, dlse=dlse, kernel=kernel, **masks)
+    check(got, want(*tensors, dlse, **masks), dtype, record_property)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -108,9 +124,10 @@ def test_every_mask_equals_the_reference(kernel, name, dtype, record_property):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_R01_every_head_dimension_equals_the_reference(kernel, width, dtype, record_property):
     for causal in (True, False):
-        tensors = inputs(193, 4, 4, width, dtype, seed=width)
-        got = play(*tensors[:4], dlse=tensors[4], kernel=kernel, causal=causal)
-        check(got, want(*tensors, causal=causal), dtype, record_property)
+        *tensors, dlse = inputs(193, 4, 4, width, dtype, seed=width)
+        dlse = for_lse(kernel, dlse)
+        got = play(*tensors, dlse=dlse, kernel=kernel, causal=causal)
+        check(got, want(*tensors, dlse, causal=causal), dtype, record_property)
 
 
 @pytest.mark.parametrize("heads, groups", [(1, 1), (3, 1), (8, 2), (8, 1), (4, 4)])
@@ -119,9 +136,10 @@ def test_R01_every_head_dimension_equals_the_reference(kernel, width, dtype, rec
 def test_every_layout_equals_the_reference(kernel, layout, heads, groups, record_property):
     masks = {"cu_seqlens": DOCUMENTS}
     for size in (1, 2, 3, 4, 8):
-        tensors = inputs(768, heads, groups, 64, torch.bfloat16, seed=size)
-        got = play(*tensors[:4], dlse=tensors[4], kernel=kernel, layout=layout, size=size, **masks)
-        check(got, want(*tensors, **masks), torch.bfloat16, record_property)
+        *tensors, dlse = inputs(768, heads, groups, 64, torch.bfloat16, seed=size)
+        dlse = for_lse(kernel, dlse)
+        got = play(*tensors, dlse=dlse, kernel=kernel, layout=layout, size=size, **masks)
+        check(got, want(*tensors, dlse, **masks), torch.bfloat16, record_property)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -148,7 +166,7 @@ def test_error_does_not_grow_with_the_ring(kernel, seed, record_property):
     alone, ring = rms(1), rms(8)
     ratios = {name: ring[name] / alone[name] for name in alone}
     record_property("rms_ratio_8_to_1", {name: float(f"{value:.4g}") for name, value in ratios.items()})
-    assert max(ratios.values()) <= 1.2, ratios
+    assert max(ratios.values()) <= (1.5 if kernel in ROUNDED_EACH_HOP else 1.2), ratios
 
 
 @pytest.mark.parametrize("q_len, kv_len", [(1, 0), (5, 2), (2, 5), (1, 1), (130, 400), (400, 130), (0, 7)])
@@ -180,8 +198,8 @@ def test_R07_strides_change_no_bit(kernel):
     for name, tensors in views.items():
         got = of_call(*tensors, kernel=kernel, deterministic=True)
         assert all(torch.equal(got[x], plain[x]) for x in plain), name
-    one = of_call(q, k, v, torch.ones_like(dout), kernel=kernel)
-    expanded = of_call(q, k, v, torch.ones((), device="cuda", dtype=q.dtype).expand_as(dout), kernel=kernel)
+    ones = torch.ones_like(dout), torch.ones((), device="cuda", dtype=q.dtype).expand_as(dout)
+    one, expanded = (of_call(q, k, v, x, kernel=kernel, deterministic=True) for x in ones)
     assert all(torch.equal(one[x], expanded[x]) for x in one)
 
 
@@ -200,7 +218,8 @@ def test_R05_many_heads_and_documents(kernel):
     q, k, v, dout, _ = inputs(16, 32, 32, 64, torch.bfloat16, batch=2049)
     whole = of_call(q, k, v, dout, kernel=kernel, deterministic=True)
     halves = [
-        of_call(*(x[part] for x in (q, k, v, dout)), kernel=kernel) for part in (slice(0, 1000), slice(1000, 2049))
+        of_call(*(x[part] for x in (q, k, v, dout)), kernel=kernel, deterministic=True)
+        for part in (slice(0, 1000), slice(1000, 2049))
     ]
     assert all(torch.equal(whole[x], torch.cat([half[x] for half in halves])) for x in ("out", "lse", "dq", "dk", "dv"))
     borders = torch.arange(0, 2051, dtype=torch.int32) * 8
@@ -215,19 +234,22 @@ def test_R05_many_heads_and_documents(kernel):
 def test_R13_autocast_casts_and_gradients_come_back_in_each_type(kernel):
     q, k, v, dout, _ = inputs(200, 4, 2, 64, torch.float32)
     v = v.bfloat16()
+    skip_refused(kernel, v, True)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with torch.autocast("cuda", torch.bfloat16):
-        out = ringflash.attention(*leaves, kernel=kernel)
+        out = ringflash.attention(*leaves, kernel=kernel, deterministic=True)
     assert out.dtype == torch.bfloat16
     grads = torch.autograd.grad(out, leaves, dout.bfloat16())
     assert [grad.dtype for grad in grads] == [torch.float32, torch.float32, torch.bfloat16]
-    wanted = of_call(q.detach().bfloat16(), k.detach().bfloat16(), v.detach(), dout.bfloat16(), kernel=kernel)
+    halves = (q.detach().bfloat16(), k.detach().bfloat16(), v.detach(), dout.bfloat16())
+    wanted = of_call(*halves, kernel=kernel, deterministic=True)
     assert torch.equal(out, wanted["out"]) and torch.equal(grads[0], wanted["dq"].float())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_R15_forward_without_gradients_is_the_same_bits(kernel):
     q, k, v, *_ = inputs(300, 4, 2, 64, torch.bfloat16)
+    skip_refused(kernel, q)
     out, lse = ringflash.attention(q.requires_grad_(), k, v, return_lse=True, kernel=kernel)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -255,8 +277,9 @@ def test_R21_R22_lse_is_natural_and_absolute(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_dlse_alone_gives_no_dv_and_none_changes_no_bit(kernel):
     q, k, v, dout, dlse = inputs(300, 4, 2, 64, torch.bfloat16)
+    skip_refused(kernel, q, True)  # cudnn too, which has no gradient of lse
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = ringflash.attention(*leaves, return_lse=True, kernel=kernel)
+    out, lse = ringflash.attention(*leaves, return_lse=True, kernel=kernel, deterministic=True)
     only_lse = torch.autograd.grad(lse, leaves, dlse, retain_graph=True)
     assert not only_lse[2].any() and only_lse[0].any()
     both = torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True)
@@ -369,8 +392,9 @@ def test_sdpa_is_a_second_opinion(masks, record_property):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_compile_and_selective_checkpoint(kernel):
     q, k, v, dout, _ = inputs(256, 4, 2, 64, torch.bfloat16)
-    compiled = torch.compile(lambda q, k, v: ringflash.attention(q * 1.0, k, v, kernel=kernel), fullgraph=True)
-    plain, leaves = of_call(q, k, v, dout, kernel=kernel), [x.requires_grad_() for x in (q, k, v)]
+    arguments = {"kernel": kernel, "deterministic": True}
+    plain, leaves = of_call(q, k, v, dout, **arguments), [x.requires_grad_() for x in (q, k, v)]
+    compiled = torch.compile(lambda q, k, v: ringflash.attention(q * 1.0, k, v, **arguments), fullgraph=True)
     out = compiled(*leaves)
     assert torch.equal(out, plain["out"])
     assert torch.equal(torch.autograd.grad(out, leaves, dout)[1], plain["dk"])
