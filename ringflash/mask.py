@@ -124,27 +124,30 @@ class View:
     k_segments: Segments
     _made: dict = field(default_factory=dict, repr=False)
 
-    def _memo(self, key, make):
+    def memo(self, key, make):
+        """What `make` returned when this key was first asked for: kernels keep here what they made of a view."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
+    _memo = memo
+
     def key_positions(self, device: torch.device) -> torch.Tensor:
         """int32 [number of visiting keys]: the global position of each."""
         make = lambda: torch.from_numpy(positions(self.k_segments).astype(np.int32)).to(device)  # noqa: E731
-        return self._memo(("positions", device), make)
+        return self.memo(("positions", device), make)
 
     def bounds(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(lo, hi) on a device, int32 [L] each."""
-        return self._memo(device, lambda: (torch.from_numpy(self.lo).to(device), torch.from_numpy(self.hi).to(device)))
+        return self.memo(device, lambda: (torch.from_numpy(self.lo).to(device), torch.from_numpy(self.hi).to(device)))
 
     def tiles(self, block_q: int, block_k: int, device: torch.device | None = None) -> Tiles:
         """Tile tables for tiles of block_q queries and block_k keys; on the host, or on `device`; made once."""
         if device is not None:
             host = self.tiles(block_q, block_k)
             make = lambda: Tiles(*(torch.from_numpy(table).to(device) for table in host))  # noqa: E731
-            return self._memo((block_q, block_k, device), make)
-        return self._memo((block_q, block_k), lambda: self._tiles(block_q, block_k))
+            return self.memo((block_q, block_k, device), make)
+        return self.memo((block_q, block_k), lambda: self._tiles(block_q, block_k))
 
     def _tiles(self, block_q: int, block_k: int) -> Tiles:
         q_tiles, k_tiles = cut(self.q_segments, block_q), cut(self.k_segments, block_k)

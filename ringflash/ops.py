@@ -9,6 +9,7 @@ Letters: B batch, L local tokens, H query heads, G key/value heads, D head dimen
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 
@@ -95,10 +96,14 @@ class _Call:
 
     def scatter_rows(self, x: Tensor) -> Tensor:
         """`scatter` for one number a query: [B, H, L] -> [B, H / U, U * L]."""
+        if not self.heads:
+            return x
         return self.scatter([x.transpose(1, 2)[..., None]])[0][..., 0].transpose(1, 2).contiguous()
 
     def gather_rows(self, x: Tensor) -> Tensor:
         """`gather` for one number a query."""
+        if not self.heads:
+            return x
         return self.gather(x.transpose(1, 2)[..., None])[..., 0].transpose(1, 2).contiguous()
 
     @property
@@ -114,9 +119,10 @@ class _Call:
         return ulysses.gather_kv_heads(x if self.shares_heads else x.to(dtype), self.groups, self.heads).to(dtype)
 
 
-def _no_autocast(q: Tensor) -> torch.autocast:
+def _no_autocast(q: Tensor) -> contextlib.AbstractContextManager:
     """Inputs were cast before the op; inside it a kernel's own fp32 products must stay fp32."""
-    return torch.autocast(q.device.type, enabled=False)
+    on = torch.is_autocast_enabled(q.device.type)
+    return torch.autocast(q.device.type, enabled=False) if on else contextlib.nullcontext()
 
 
 def check_kernel(name: str, q: Tensor, k: Tensor, deterministic: bool, ring_size: int) -> None:
@@ -180,9 +186,9 @@ def attention_backward(
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # what a caller made of -inf, NaN too, reaches no gradient
     with _no_autocast(q):
-        rows = torch.stack((lse, call.kernel.delta(out, dout, dlse)), -1)  # [B, H, L, 2]
+        delta = call.kernel.delta(out, dout, dlse)
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
-        lse, delta = (call.scatter_rows(x) for x in rows.unbind(-1))
+        lse, delta = call.scatter_rows(lse), call.scatter_rows(delta)
         dq, dk, dv = ring.backward(
             dout_heads, q_heads, k_heads, v_heads, lse, delta, call.plan, call.ring, call.kernel,
             scale=scale, deterministic=deterministic, rounded=not call.shares_heads,

@@ -20,8 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .keys_kernel import columns, issue_scores, new_buffers, place, producer, store_gradients
-from .walk import arrive_free, matrix, new_barriers, range_of, wait_full
+from .keys_kernel import (
+    columns,
+    issue_scores,
+    new_buffers,
+    num_steps_of,
+    producer,
+    store_gradients,
+    tile_of_step,
+    walk_of,
+)
+from .walk import arrive_free, matrix, new_barriers, wait_full
 
 
 @builtin
@@ -32,20 +41,26 @@ def tma_add(desc, at, source, _semantic=None):
 
 
 @gluon.jit
-def _adder(dq_desc, exchange, walk, head, q_tiles, num_steps, num_masked, D: gl.constexpr):
-    """Add every finished [64, D / 2] piece to its rows of dq. Rows behind the end of a short tile are 0."""
+def _adder(dq_desc, exchange, walk, head, q_tiles, D: gl.constexpr):
+    """Add every finished [64, D / 2] piece to its rows of dq, in the producer's order.
+
+    Rows behind the end of a short tile, which are the next tile's, get 0.
+    """
     _, dq_s, _, dq_full, dq_free = exchange
-    i_b, i_h, _, _ = head
-    for t in range(num_steps):
-        i_head, i_tile = place(walk, i_h, t, num_masked)
-        row = gl.load(q_tiles + 3 * i_tile)
-        for c in gl.static_range(2):
-            mbarrier.wait(dq_full.index(c), t & 1)
-            tma_add(dq_desc, [i_b, i_head, row, c * (D // 2)], dq_s.index(c))
-        tma.store_wait(1)
-        mbarrier.arrive(dq_free.index(0), count=1)
-        tma.store_wait(0)
-        mbarrier.arrive(dq_free.index(1), count=1)
+    i_b, i_h, _, group = head
+    t = 0
+    for PLAIN in gl.static_range(2):
+        for i_head in range(i_h, i_h + group):
+            for i in range(num_steps_of(walk, PLAIN)):
+                row = gl.load(q_tiles + 3 * tile_of_step(walk, i, PLAIN))
+                for c in gl.static_range(2):
+                    mbarrier.wait(dq_full.index(c), t & 1)
+                    tma_add(dq_desc, [i_b, i_head, row, c * (D // 2)], dq_s.index(c))
+                tma.store_wait(1)
+                mbarrier.arrive(dq_free.index(0), count=1)
+                tma.store_wait(0)
+                mbarrier.arrive(dq_free.index(1), count=1)
+                t += 1
 
 
 @gluon.jit
@@ -54,7 +69,7 @@ def _step(
     C: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr, KL: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel`'s, and hand this consumer's piece of dq to the adder."""
-    q_s, dout_s, _, deltas_s, _, _ = rings
+    q_s, dout_s, starts_s, _ = rings
     q_full, dout_full, free = barriers
     ds_s, dq_s, ds_full, dq_full, dq_free = exchange
     AL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
@@ -62,7 +77,7 @@ def _step(
     stage = t % STAGES
     b_dout = matrix(dout_s.index(stage))
     wait_full(dout_full, t, STAGES)
-    b_dp = columns(deltas_s.index(stage), TL)
+    b_dp = columns(starts_s.index(stage).slice(64, 64), TL)
     b_dp = warpgroup_mma(v_half, b_dout.permute([1, 0]), b_dp, is_async=True)
     b_p = gl.exp2(b_s * scale_log2)
     b_pa = gl.convert_layout(b_p.to(q_s.dtype), AL)
@@ -122,7 +137,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group"])
 def all_gradients(
-    q_desc, k_desc, v_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc, dq_desc, dk, dv,
+    q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, dq_desc, dk, dv,
     q_tiles, k_tiles, ranges, order, scale, scale_log2, dq_scale, num_tiles, num_q_tiles, num_groups, group,
     D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -131,25 +146,26 @@ def all_gradients(
     i_bg = gl.program_id(0) // num_tiles
     i_b = i_bg // num_groups
     i_g = i_bg % num_groups
-    v0, f0, f1, v1 = range_of(ranges, i_tile, num_q_tiles)
+    walk = walk_of(ranges, i_tile, num_q_tiles)
     row = gl.load(k_tiles + 3 * i_tile)
     position = gl.load(k_tiles + 3 * i_tile + 1)
     count = gl.load(k_tiles + 3 * i_tile + 2)
     p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
     p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
-    num_steps = (v1 - v0) * group
-    num_masked = (v1 - v0 - (f1 - f0)) * group
+    num_masked = num_steps_of(walk, False) * group
+    num_steps = num_masked + num_steps_of(walk, True) * group
     first_plain = gl.minimum(gl.maximum(num_masked, 1), num_steps)
 
-    rings, barriers, k_s, v_s, kv_full = new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, lo_desc, STAGES)
+    rings, barriers, k_s, v_s, kv_full = new_buffers(
+        q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, STAGES
+    )
     DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 128, 64], DS)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, D // 2], dq_desc.layout)
     exchange = (ds_s, dq_s, new_barriers(2, 2), new_barriers(2, 1), new_barriers(2, 1))
     fence_async_shared()
-    descs = (q_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc)
+    descs = (q_desc, dout_desc, starts_desc, bounds_desc)
     head = (i_b, i_g * group, num_groups * group, group)
-    walk = (v0, f0, f1, v1)
     grads = (p_dk, p_dv, dk[2], dv[2], count)
     scales = (scale, scale_log2, dq_scale)
     gl.warp_specialize([
@@ -157,7 +173,7 @@ def all_gradients(
                      0, D, WIDTH, STAGES)),
         (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scales,
                      1, D, WIDTH, STAGES)),
-        (_adder, (dq_desc, exchange, walk, head, q_tiles, num_steps, num_masked, D)),
+        (_adder, (dq_desc, exchange, walk, head, q_tiles, D)),
         (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles,
                     num_q_tiles, row, STAGES)),
     ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip

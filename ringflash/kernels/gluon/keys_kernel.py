@@ -26,12 +26,10 @@ from .walk import arrive_free, inside, matrix, new_barriers, new_ring, range_of,
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_rows"])
-def row_starts(
-    lse, delta, lo, hi, q_tiles, starts, deltas, los, his, per_scale, num_tiles, num_rows, BQ: tl.constexpr
-):  # fmt: skip
-    """What the accumulators start at: starts, deltas [B, H, num_tiles, BQ] fp32; los, his [num_tiles, BQ] int32.
+def row_starts(lse, delta, q_tiles, starts, per_scale, num_tiles, num_rows, BQ: tl.constexpr):
+    """What the accumulators of S^T and dP^T start at: starts [B, H, num_tiles, 2, BQ] fp32. per_scale: 1 / scale.
 
-    Rows behind a tile's end and rows that see nothing get -inf and 0. per_scale: 1 / scale.
+    Rows behind a tile's end and rows that see nothing get -inf and 0.
     """
     i_tile = tl.program_id(0) % num_tiles
     i_bh = tl.program_id(0) // num_tiles
@@ -42,47 +40,54 @@ def row_starts(
     b_lse = tl.load(lse + o_row, mask=m_q, other=float("-inf"))
     b_delta = tl.load(delta + o_row, mask=m_q, other=0.0)
     b_empty = b_lse == float("-inf")
-    o_out = tl.program_id(0).to(tl.int64) * BQ + o_q
+    o_out = tl.program_id(0).to(tl.int64) * 2 * BQ + o_q
     tl.store(starts + o_out, tl.where(b_empty, float("-inf"), -b_lse * per_scale))
-    tl.store(deltas + o_out, tl.where(b_empty, 0.0, -b_delta))
-    if i_bh == 0:
-        tl.store(los + o_out, tl.load(lo + row + o_q, mask=m_q, other=0))
-        tl.store(his + o_out, tl.load(hi + row + o_q, mask=m_q, other=0))
+    tl.store(starts + BQ + o_out, tl.where(b_empty, 0.0, -b_delta))
 
 
 @gluon.jit
-def place(walk, i_h, t, num_masked):
-    """(query head, query tile) of step t: the masked tiles of all heads first. num_masked: of all heads."""
-    v0, f0, f1, v1 = walk
-    masked = v1 - v0 - (f1 - f0)
-    a_head = masked if t < num_masked else f1 - f0
-    step = t if t < num_masked else t - num_masked
-    return i_h + step // a_head, tile_at(step % a_head + (0 if t < num_masked else masked), v0, f0, f1, v1)
+def tile_of_step(walk, i, PLAIN: gl.constexpr):
+    """The i-th masked query tile, or the i-th of the others. The order of these starts at another place in each
+    program, so that programs which run side by side do not all add to the same rows of dq at once."""
+    v0, f0, f1, v1, shift = walk
+    if PLAIN:
+        count = f1 - f0
+        return f0 + gl.where(i < count - shift, i + shift, i + shift - count)
+    else:
+        return tile_at(i, v0, f0, f1, v1)
 
 
 @gluon.jit
-def _fill_step(
-    descs, rings, barriers, walk, head, q_tiles, num_tiles, t, num_masked, MASK: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Fill the buffers of step t, masked tiles of all heads first. MASK: the step is masked, or the first."""
-    q_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc = descs
-    q_s, dout_s, starts_s, deltas_s, lo_s, hi_s = rings
+def walk_of(ranges, i_tile, num_q_tiles):
+    """(v0, f0, f1, v1, shift) of a key tile: see `range_of` and `tile_of_step`."""
+    v0, f0, f1, v1 = range_of(ranges, i_tile, num_q_tiles)
+    return v0, f0, f1, v1, 2 * i_tile % gl.maximum(f1 - f0, 1)
+
+
+@gluon.jit
+def num_steps_of(walk, PLAIN: gl.constexpr):
+    """How many query tiles of a head are masked, or are not."""
+    v0, f0, f1, v1, _ = walk
+    return f1 - f0 if PLAIN else v1 - v0 - (f1 - f0)
+
+
+@gluon.jit
+def _fill_step(descs, rings, barriers, at_head, i_tile, q_tiles, num_tiles, t, STAGES: gl.constexpr):
+    """Fill the buffers of step t. lo and hi, which only masked steps and the first read, are too small to leave out."""
+    q_desc, dout_desc, starts_desc, bounds_desc = descs
+    q_s, dout_s, starts_s, bounds_s = rings
     q_full, dout_full, free = barriers
-    i_b, i_h, num_heads, _ = head
-    i_head, i_tile = place(walk, i_h, t, num_masked)
+    i_b, i_head, num_heads = at_head
     row = gl.load(q_tiles + 3 * i_tile)
-    at = ((i_b * num_heads + i_head) * num_tiles + i_tile) * 64
     stage = t % STAGES
     mbarrier.wait(free.index(stage), ((t // STAGES) & 1) ^ 1)
-    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + (768 if MASK else 256))
+    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 1024)
     tma_load(q_desc, [i_b, i_head, row, 0], q_full.index(stage), q_s.index(stage))
+    at = ((i_b * num_heads + i_head) * num_tiles + i_tile) * 128
     tma_load(starts_desc, [at], q_full.index(stage), starts_s.index(stage))
-    if MASK:
-        tma_load(lo_desc, [i_tile * 64], q_full.index(stage), lo_s.index(stage))
-        tma_load(hi_desc, [i_tile * 64], q_full.index(stage), hi_s.index(stage))
-    mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes + 256)
+    tma_load(bounds_desc, [i_tile * 128], q_full.index(stage), bounds_s.index(stage))
+    mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
     tma_load(dout_desc, [i_b, i_head, row, 0], dout_full.index(stage), dout_s.index(stage))
-    tma_load(deltas_desc, [at], dout_full.index(stage), deltas_s.index(stage))
 
 
 @gluon.jit
@@ -90,18 +95,18 @@ def producer(
     descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles, num_tiles, k_row,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    v0, f0, f1, v1 = walk
-    i_b, i_h, _, group = head
+    """Masked tiles of all heads first, then the others."""
+    i_b, i_h, num_heads, group = head
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma_load(k_desc, [i_b, i_h // group, k_row, 0], kv_full, k_s)
     tma_load(v_desc, [i_b, i_h // group, k_row, 0], kv_full, v_s)
-    num_steps = (v1 - v0) * group
-    num_masked = (v1 - v0 - (f1 - f0)) * group
-    first_plain = gl.minimum(gl.maximum(num_masked, 1), num_steps)
-    for t in range(first_plain):
-        _fill_step(descs, rings, barriers, walk, head, q_tiles, num_tiles, t, num_masked, True, STAGES)
-    for t in range(first_plain, num_steps):
-        _fill_step(descs, rings, barriers, walk, head, q_tiles, num_tiles, t, num_masked, False, STAGES)
+    t = 0
+    for PLAIN in gl.static_range(2):
+        for i_head in range(i_h, i_h + group):
+            for i in range(num_steps_of(walk, PLAIN)):
+                i_tile = tile_of_step(walk, i, PLAIN)
+                _fill_step(descs, rings, barriers, (i_b, i_head, num_heads), i_tile, q_tiles, num_tiles, t, STAGES)
+                t += 1
 
 
 @gluon.jit
@@ -115,13 +120,13 @@ def issue_scores(
     rings, k_half, q_full, b_key, t, more, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr
 ):  # fmt: skip
     """Start S^T(t) = K Q^T - lse / scale. Behind the last step (more is 0) it multiplies stale data nobody reads."""
-    q_s, _, starts_s, _, lo_s, hi_s = rings
+    q_s, _, starts_s, bounds_s = rings
     stage = t % STAGES
     mbarrier.wait(q_full.index(stage), (t // STAGES) & 1, pred=more)
-    b_s = columns(starts_s.index(stage), TL)
+    b_s = columns(starts_s.index(stage).slice(0, 64), TL)
     if MASK:
-        b_lo = lo_s.index(stage).load(gl.SliceLayout(0, TL))[None, :]
-        b_hi = hi_s.index(stage).load(gl.SliceLayout(0, TL))[None, :]
+        b_lo = bounds_s.index(stage).slice(0, 64).load(gl.SliceLayout(0, TL))[None, :]
+        b_hi = bounds_s.index(stage).slice(64, 64).load(gl.SliceLayout(0, TL))[None, :]
         b_s = gl.where((b_key[:, None] >= b_lo) & (b_key[:, None] < b_hi), b_s, float("-inf"))
     return warpgroup_mma(k_half, matrix(q_s.index(stage)).permute([1, 0]), b_s, is_async=True)
 
@@ -135,13 +140,13 @@ def _step(
 
     No product may be in flight over the loop's back edge: ptxas then serialises every product of the kernel.
     """
-    q_s, dout_s, _, deltas_s, _, _ = rings
+    q_s, dout_s, starts_s, _ = rings
     q_full, dout_full, free = barriers
     AL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
     stage = t % STAGES
     b_dout = matrix(dout_s.index(stage))
     wait_full(dout_full, t, STAGES)
-    b_dp = columns(deltas_s.index(stage), TL)
+    b_dp = columns(starts_s.index(stage).slice(64, 64), TL)
     b_dp = warpgroup_mma(v_half, b_dout.permute([1, 0]), b_dp, is_async=True)
     b_p = gl.exp2(b_s * scale_log2)
     b_pa = gl.convert_layout(b_p.to(q_s.dtype), AL)
@@ -161,18 +166,16 @@ def _step(
 
 
 @gluon.jit
-def new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, lo_desc, STAGES: gl.constexpr):
+def new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, STAGES: gl.constexpr):
     """(rings, their barriers, k, v, barrier of k and v)."""
     k_s = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
     kv_full = new_barriers(1, 1).index(0)
     q_s, q_full, free = new_ring(q_desc, STAGES, 2)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, q_s.shape, dout_desc.layout)
-    starts_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], starts_desc.layout)
-    deltas_s = gl.allocate_shared_memory(gl.float32, [STAGES, 64], starts_desc.layout)
-    lo_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], lo_desc.layout)
-    hi_s = gl.allocate_shared_memory(gl.int32, [STAGES, 64], lo_desc.layout)
-    rings = (q_s, dout_s, starts_s, deltas_s, lo_s, hi_s)
+    starts_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], starts_desc.layout)
+    bounds_s = gl.allocate_shared_memory(gl.int32, [STAGES, 128], bounds_desc.layout)
+    rings = (q_s, dout_s, starts_s, bounds_s)
     return rings, (q_full, new_barriers(STAGES, 1), free), k_s, v_s, kv_full
 
 
@@ -222,31 +225,34 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group"])
 def keys(
-    q_desc, k_desc, v_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc, dk, dv,
+    q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, dk, dv,
     q_tiles, k_tiles, ranges, order, scale, scale_log2, num_tiles, num_q_tiles, num_groups, group,
     D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
-    *_desc: [B, H or G, N, D] in boxes of 64 queries or 128 keys; starts, deltas, lo, hi: of `row_starts`, flat. Rows
-    that nobody sees are written as 0. num_q_tiles: of 64 rows.
+    *_desc: [B, H or G, N, D] in boxes of 64 queries or 128 keys; starts: of `row_starts`, flat; bounds: lo and hi
+    likewise, int32 [num_q_tiles, 2, 64]. Rows that nobody sees are written as 0.
     """
     i_tile = gl.load(order + gl.program_id(0) % num_tiles)
     i_bg = gl.program_id(0) // num_tiles
     i_b = i_bg // num_groups
     i_g = i_bg % num_groups
-    v0, f0, f1, v1 = range_of(ranges, i_tile, num_q_tiles)
+    walk = walk_of(ranges, i_tile, num_q_tiles)
     row = gl.load(k_tiles + 3 * i_tile)
     position = gl.load(k_tiles + 3 * i_tile + 1)
     count = gl.load(k_tiles + 3 * i_tile + 2)
     p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
     p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
-    num_steps = (v1 - v0) * group
-    first_plain = gl.minimum(gl.maximum((v1 - v0 - (f1 - f0)) * group, 1), num_steps)
+    num_masked = num_steps_of(walk, False) * group
+    num_steps = num_masked + num_steps_of(walk, True) * group
+    first_plain = gl.minimum(gl.maximum(num_masked, 1), num_steps)
 
-    rings, barriers, k_s, v_s, kv_full = new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, lo_desc, STAGES)
+    rings, barriers, k_s, v_s, kv_full = new_buffers(
+        q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, STAGES
+    )
     fence_async_shared()
-    descs = (q_desc, dout_desc, starts_desc, deltas_desc, lo_desc, hi_desc)
+    descs = (q_desc, dout_desc, starts_desc, bounds_desc)
     head = (i_b, i_g * group, num_groups * group, group)
     grads = (p_dk, p_dv, dk[2], dv[2], count)
     gl.warp_specialize([
@@ -254,6 +260,6 @@ def keys(
                      scale_log2, 0, D, WIDTH, STAGES)),
         (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scale,
                      scale_log2, 1, D, WIDTH, STAGES)),
-        (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, (v0, f0, f1, v1), head, q_tiles,
-                     num_q_tiles, row, STAGES)),
+        (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles, num_q_tiles, row,
+                    STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

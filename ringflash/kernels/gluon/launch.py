@@ -5,8 +5,10 @@ Imports triton, so only `kernels.gluon`'s functions import it, when they are cal
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -17,35 +19,58 @@ from . import forward_kernel, fused_kernel, keys_kernel, queries_kernel
 from .tiling import TILINGS, Tiling, columns
 
 GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-MAX_ROWS = 2**31 - 1  # of all heads together: the backward's TMA finds a row by one 32-bit coordinate
+MAX_NUMBERS = 2**31 - 1  # two a row, of all heads together: the backward's TMA finds them by one 32-bit coordinate
 
 
-def walkable(x: torch.Tensor) -> torch.Tensor:
+class Walkable(NamedTuple):
+    """A tensor [B, N, H, D] that TMA can walk. shape, strides: of [B, H, N, D], in elements."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+
+
+def walkable(x: torch.Tensor) -> Walkable:
     """x [B, N, H, D] as TMA can walk it: itself, or a copy where a stride or the start is no multiple of 16 bytes."""
-    assert x.stride(3) == 1, f"innermost stride {x.stride(3)}, must be 1"
-    strides = [x.stride(dim) for dim in range(3) if x.shape[dim] > 1]
-    if x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in strides):
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def descriptor(x: torch.Tensor, rows: int, pieces: int = 1) -> TensorDescriptor:
-    """x [B, N, H, D], `walkable`, as a descriptor of [B, H, N, D] in boxes of one head, `rows` x `columns` / pieces."""
-    order = (0, 2, 1, 3)
-    shape = [x.shape[dim] for dim in order]
+    batch, rows, heads, width = x.shape
+    in_batch, in_row, in_head, in_column = x.stride()
+    assert in_column == 1, f"innermost stride {in_column}, must be 1"
     # the stride of a dimension of size 1 is never used, and may be anything
-    strides = [x.stride(dim) if x.shape[dim] > 1 else shape[3] for dim in order[:3]] + [1]
-    box = [1, 1, rows, columns(shape[3]) // pieces]
-    layout = gl.NVMMASharedLayout.get_default_for(box, GLUON_TYPES[x.dtype])
-    return TensorDescriptor(x, shape, strides, box, layout)
+    sides = ((batch, in_batch), (heads, in_head), (rows, in_row))
+    strides = [stride if size > 1 else width for size, stride in sides]
+    unit = 16 // x.element_size()
+    if x.data_ptr() % 16 == 0 and all(stride > 0 and stride % unit == 0 for stride in strides):
+        return Walkable(x, [batch, heads, rows, width], [*strides, 1])
+    return walkable(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x))
+
+
+@functools.cache
+def box_of(dtype: torch.dtype, *box: int) -> tuple[list[int], gl.NVMMASharedLayout]:
+    """(box, how it lies in shared memory)."""
+    if len(box) == 1:
+        return list(box), gl.NVMMASharedLayout(0, dtype.itemsize * 8, 1)
+    return list(box), gl.NVMMASharedLayout.get_default_for(list(box), GLUON_TYPES[dtype])
+
+
+def descriptor(x: Walkable, rows: int, pieces: int = 1) -> TensorDescriptor:
+    """x as a descriptor of [B, H, N, D] in boxes of one head, `rows` x `columns` / pieces."""
+    return TensorDescriptor(
+        x.base, x.shape, x.strides, *box_of(x.base.dtype, 1, 1, rows, columns(x.shape[3]) // pieces)
+    )
+
+
+def flat(x: torch.Tensor) -> TensorDescriptor:
+    """Two numbers a row, contiguous, as a descriptor of the 2 x 64 of a tile."""
+    return TensorDescriptor(x, [x.numel()], [1], *box_of(x.dtype, 128))
 
 
 class Work(NamedTuple):
-    """What one kernel has to do for one view, without heads and batch.
+    """What one kernel has to do for one view, without heads and batch; made once a view.
 
     tables: lo, hi, q_tiles, k_tiles, ranges, order, on the device; the last two are those of the kernel's own tiles
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
     num_full: so many key tiles, from the first on, are full
+    bounds: int32 [num query tiles, 2, block_q], lo and hi tile by tile, (0, 0) behind a short tile's end
     """
 
     tiling: Tiling
@@ -53,22 +78,33 @@ class Work(NamedTuple):
     num_tiles: int
     num_busy: int
     num_full: int
+    bounds: torch.Tensor
 
     @classmethod
     def of(cls, kernel: str, q: torch.Tensor, view: View) -> Work:
-        tiles = TILINGS[kernel][columns(q.shape[3])]
-        made: Any = view.tiles(tiles.block_q, tiles.block_k, q.device)
+        width = columns(q.shape[3])
+        return view.memo((cls, kernel, width, q.device), lambda: cls._made(kernel, width, q.device, view))
+
+    @classmethod
+    def _made(cls, kernel: str, width: int, device: torch.device, view: View) -> Work:
+        tiles = TILINGS[kernel][width]
+        made: Any = view.tiles(tiles.block_q, tiles.block_k, device)
         host = view.tiles(tiles.block_q, tiles.block_k)
         side = "k" if kernel in ("keys", "fused") else "q"
         ranges = getattr(host, f"{side}_ranges")
         tables = (
-            *view.bounds(q.device), made.q_tiles, made.k_tiles,
+            *view.bounds(device), made.q_tiles, made.k_tiles,
             getattr(made, f"{side}_ranges"), getattr(made, f"{side}_order"),
         )  # fmt: skip
         counts = view.k_segments[:, 1]
         ragged = bool((counts[:-1] % tiles.block_k).any())
         num_full = 0 if ragged else int(counts.sum()) // tiles.block_k
-        return cls(tiles, tables, len(ranges), int((ranges[:, 0] < ranges[:, 3]).sum()), num_full)
+        start, _, count = host.q_tiles.T[:, :, None]
+        o_row = np.arange(tiles.block_q)
+        rows = np.where(o_row < count, start + o_row, 0)
+        bounds = np.stack([np.where(o_row < count, side[rows], 0) for side in (view.lo, view.hi)], 1)
+        num_busy = int((ranges[:, 0] < ranges[:, 3]).sum())
+        return cls(tiles, tables, len(ranges), num_busy, num_full, torch.from_numpy(bounds).to(device))
 
 
 def sharpened(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
@@ -86,10 +122,9 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     if not num_tiles:
         return
     q, scale = sharpened(q, scale)
-    q, k, v = map(walkable, (q, k, v))
     tiles = work.tiling
     forward_kernel.attend[grid(num_tiles, batch, heads)](
-        descriptor(q, 64), descriptor(k, tiles.block_k), descriptor(v, tiles.block_k),
+        descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
         rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse, *work.tables,
         scale * LOG2E, num_tiles, work.num_full, heads, heads // k.shape[2], num_rows,
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
@@ -97,24 +132,17 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     )  # fmt: skip
 
 
-def flat(x: torch.Tensor) -> TensorDescriptor:
-    """One number a row, contiguous, as a descriptor of the tiles' 64 rows."""
-    return TensorDescriptor(x, [x.numel()], [1], [64], gl.NVMMASharedLayout(0, 32, 1))
-
-
-def row_starts(work: Work, q, lse, delta, scale: float) -> list[TensorDescriptor]:
-    """Launch `keys_kernel.row_starts`: starts, deltas, los, his, one number a row."""
+def row_starts(work: Work, q, lse, delta, scale: float) -> torch.Tensor:
+    """Launch `keys_kernel.row_starts`: what the accumulators start at, two numbers a row."""
     batch, num_rows, heads, _ = q.shape
-    lo, hi, q_tiles = work.tables[:3]
-    block, num_q_tiles = work.tiling.block_q, len(q_tiles)
-    if batch * heads * num_q_tiles * block > MAX_ROWS:
-        raise ValueError(f"batch {batch} x {heads} heads x {num_rows} queries are more than {MAX_ROWS} rows")
-    starts, deltas = lse.new_empty(2, batch * heads * num_q_tiles * block)
-    los, his = lo.new_empty(2, num_q_tiles * block)
-    keys_kernel.row_starts[grid(num_q_tiles, batch, heads)](
-        lse, delta, lo, hi, q_tiles, starts, deltas, los, his, 1.0 / scale, num_q_tiles, num_rows, BQ=block, num_warps=2
+    q_tiles, block = work.tables[2], work.tiling.block_q
+    if batch * heads * len(q_tiles) * block * 2 > MAX_NUMBERS:
+        raise ValueError(f"batch {batch} x {heads} heads x {num_rows} queries are more than {MAX_NUMBERS // 2} rows")
+    starts = lse.new_empty(batch * heads * len(q_tiles) * block * 2)
+    keys_kernel.row_starts[grid(len(q_tiles), batch, heads)](
+        lse, delta, q_tiles, starts, 1.0 / scale, len(q_tiles), num_rows, BQ=block, num_warps=2
     )
-    return [flat(x) for x in (starts, deltas, los, his)]
+    return starts
 
 
 def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float) -> None:
@@ -135,14 +163,15 @@ def _by_key_tile(
     groups = k.shape[2]
     work = Work.of(kernel, q, view)
     q, sharp = sharpened(q, scale)
-    dout, q, k, v = map(walkable, (dout, q, k, v))
     tiles, q_tiles = work.tiling, work.tables[2]
     run, extra, scales = keys_kernel.keys, [], [sharp, sharp * LOG2E]
     if dq is not None:
-        run, extra, scales = fused_kernel.all_gradients, [descriptor(dq, tiles.block_q, 2)], [*scales, scale]
+        run, scales = fused_kernel.all_gradients, [*scales, scale]
+        extra = [descriptor(walkable(dq), tiles.block_q, 2)]
     run[grid(work.num_tiles, batch, groups)](
-        descriptor(q, tiles.block_q), descriptor(k, tiles.block_k), descriptor(v, tiles.block_k),
-        descriptor(dout, tiles.block_q), *row_starts(work, q, lse, delta, sharp), *extra,
+        descriptor(walkable(q), tiles.block_q), descriptor(walkable(k), tiles.block_k),
+        descriptor(walkable(v), tiles.block_k), descriptor(walkable(dout), tiles.block_q),
+        flat(row_starts(work, q, lse, delta, sharp)), flat(work.bounds), *extra,
         *map(rows_argument, grads), *work.tables[2:], *scales, work.num_tiles, len(q_tiles), groups, heads // groups,
         D=columns(width), WIDTH=width, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip
@@ -155,10 +184,10 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
     if not work.num_busy:
         return
     q, sharp = sharpened(q, scale)
-    dout, q, k, v = map(walkable, (dout, q, k, v))
     tiles = work.tiling
     queries_kernel.queries[grid(work.num_busy, batch, heads)](
-        descriptor(q, 64), descriptor(k, tiles.block_k), descriptor(v, tiles.block_k), descriptor(dout, 64),
+        descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
+        descriptor(walkable(dout), 64),
         rows_argument(dq), lse, delta, *work.tables,
         scale, sharp * LOG2E, work.num_busy, work.num_full, heads, heads // k.shape[2], num_rows,
         D=columns(width), WIDTH=width, BK=tiles.block_k, STAGES=tiles.num_stages, REGISTERS=tiles.registers,
