@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 
 import bars
-from cases import DIRECTIONS, HEAD_DIMS, LENGTHS, MASKS, TOKENS, Case, Cell, Contender
+from cases import DIRECTIONS, HEAD_DIMS, LENGTHS, MASKS, TOKENS, Case, Cell, Contender, identity
 
 ROOT = Path(__file__).resolve().parent.parent
 REP_MS = 40  # of one timing; at least MIN_CALLS calls
@@ -63,11 +63,6 @@ def estimate_s(cell: Cell, rounds: int) -> float:
     once_ms = cell.case.flops / GUESS_TFLOPS / 1e9
     each = rounds * (max(REP_MS, MIN_CALLS * once_ms) + once_ms) + 4 * once_ms
     return SETUP_S + len(cell.contenders) * each / 1e3
-
-
-def identity(row: dict) -> tuple:
-    """Of a row: what was measured. The last row of an identity holds."""
-    return tuple(row[name] for name in ("head_dim", "length", "mask", "direction", "kv_heads", "kernel", "form"))
 
 
 def row_of(cell: Cell, contender: Contender) -> dict:

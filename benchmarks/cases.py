@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringflash import mask
-
 TOKENS = 16384  # of a batch, below which rows are added
 WINDOW = 4096
 MEAN_DOCUMENT = 2048
@@ -34,6 +32,8 @@ def documents(length: int) -> tuple[int, ...]:
 @functools.cache
 def visible(length: int, mask_name: str) -> int:
     """(query, key) pairs of one head and row."""
+    from ringflash import mask  # brings torch, which documents can do without
+
     lo, hi = mask.intervals(
         length,
         length,
@@ -101,3 +101,8 @@ class Contender(NamedTuple):
 class Cell(NamedTuple):
     case: Case
     contenders: tuple[Contender, ...]
+
+
+def identity(row: dict) -> tuple:
+    """Of a row: what was measured. The last row of an identity holds."""
+    return tuple(row[name] for name in ("head_dim", "length", "mask", "direction", "kv_heads", "kernel", "form"))

@@ -1,10 +1,11 @@
-"""Write the measured numbers of `docs/results/*.json` into the documents, between their markers.
+"""Write the measured numbers of `docs/results` into the documents, between their markers, and draw the pictures.
 
     python docs/render.py            # rewrites README.md and docs/*.md in place
     python docs/render.py --check    # exit 1 if a document does not show what the files say
 
-A marker is `<!-- render: NAME -->`, closed by `<!-- end -->`; NAME is a function of RENDER. The JSON files are written
-by the command that measured: see their "command", "commit", "hardware" and "date".
+A marker is `<!-- render: NAME -->`, closed by `<!-- end -->`; NAME is a function of RENDER. The result files are
+written by the command that measured: see their "command", "commit", "hardware" and "date", which in a file of JSON
+lines every row has.
 """
 
 import json
@@ -13,8 +14,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pictures
+
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
+BENCHMARKS = DOCS.parent / "benchmarks"
 MARKER = re.compile(r"(<!-- render: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -78,16 +82,107 @@ def offline() -> str:
     return table(head, rows) + f"\n{source(result)}\n"
 
 
+def rows_of(name: str) -> list[dict]:
+    """The rows of a result file of JSON lines; none where it has not been measured yet."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def sources(rows: list[dict]) -> str:
+    """`source` for rows that may come from several runs."""
+    return " ".join(dict.fromkeys(map(source, rows)))
+
+
+def folded(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n{text}\n</details>"
+
+
+def unmeasured(command: str) -> str:
+    return f"Not measured yet: `{command}`.\n"
+
+
+def bars() -> str:
+    """The bars of the kernels and what was measured for them."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import bars as judge
+    from cases import identity
+
+    rows = rows_of("attention_bars")
+    if not rows:
+        return unmeasured("python benchmarks/attention.py --bars")
+    judged = [judge.as_row(line) for line in judge.lines({identity(row): row for row in rows})]
+    runs = {f"{row['rounds']} interleaved rounds" for row in rows if "rounds" in row}
+    return table(judge.HEAD, judged) + f"\nMedians of {', '.join(sorted(runs))}, bf16. {sources(rows)}\n"
+
+
+def of_case(row: dict) -> tuple:
+    """What a line of the table of speeds is about."""
+    return row["head_dim"], f"{row['heads']}:{row['kv_heads']}", row["mask"], row["direction"], row["length"]
+
+
+def speeds() -> str:
+    """TFLOP/s of every contender in every case, behind the pictures."""
+    rows = rows_of("attention")
+    if not rows:
+        return unmeasured("python benchmarks/attention.py")
+    names = {(row["kernel"], row["form"]): " ".join((row["kernel"], row["form"])).strip() for row in rows}
+    cases: dict[tuple, dict[tuple, str]] = {}
+    for row in rows:
+        rate = f"{row['tflops']:.0f}" if "tflops" in row else "-"
+        cases.setdefault(of_case(row), {})[row["kernel"], row["form"]] = rate
+    lines = [[*map(str, case), *(rates.get(name, "") for name in names)] for case, rates in cases.items()]
+    head = ["D", "heads", "mask", "direction", "tokens", *names.values()]
+    shown = [f"![{path.stem}](images/{path.name})" for path, _, _ in made() if path.stem != "traffic"]
+    note = "-: refused, or failed; the row in the file says why."
+    return "\n\n".join([*shown, folded("Every number", table(head, lines)), f"{note} {sources(rows)}"]) + "\n"
+
+
 def speed() -> str:
-    """Forward and backward beside cuDNN, interleaved in one run."""
-    result = load("attention_quick")
-    head = ["D", "mask", "direction", "kernel", "TFLOP/s, median [min - max]", "of cuDNN"]
-    rows = [
-        [str(row["head_dim"]), row["mask"], row["direction"], row["kernel"],
-         f"{row['tflops']:.0f} [{row['min']:.0f} - {row['max']:.0f}]", f"{row['to_cudnn']:.3f}"]
-        for row in result["rows"]
-    ]  # fmt: skip
-    return table(head, rows) + f"\n16 heads, 16k tokens, bf16; {result['note']}. {source(result)}\n"
+    """The picture of the README."""
+    rows = [row for row in rows_of("attention") if row["head_dim"] == 128 and row["heads"] == row["kv_heads"]]
+    if not rows:
+        return unmeasured("python benchmarks/attention.py")
+    words = "TFLOP/s by length of ringflash, cuDNN, FlashAttention and FlexAttention"
+    return f"![{words}](docs/images/attention_d128.svg)\n\nHead dimension 128, bf16. {sources(rows)}\n"
+
+
+def traffic() -> str:
+    """Bytes, times and peak memory beside plain attention."""
+    rows = rows_of("traffic")
+    if not rows:
+        return unmeasured("python benchmarks/traffic.py")
+    head = ["shape", "batch", "attention", "direction", "GB a sequence", "of each tensor once", "ms", "peak GB"]
+    lines = []
+    for row in rows:
+        case = [row["name"], str(row["batch"]), row["method"], row["direction"]]
+        if "error" in row:
+            lines.append([*case, row["error"], "", "", ""])
+            continue
+        gigabytes, peak = (row[name] / row["batch"] / 1e9 for name in ("bytes", "peak_bytes"))
+        lines.append([*case, f"{gigabytes:.3f}", f"{row['bytes'] / row['once_bytes']:.2f}", f"{row['ms']:.2f}",
+                      f"{peak:.3f}"])  # fmt: skip
+    picture = "![Bytes and peak memory by length](images/traffic.svg)"
+    return f"{picture}\n\n{table(head, lines)}\n{gpt2(rows)}\n\n{sources(rows)}\n"
+
+
+def gpt2(rows: list[dict]) -> str:
+    """Plain over ours at the shape of FlashAttention's own table."""
+    found: dict[str, list[float]] = {}
+    for method in ("plain", "ours"):
+        mine = [row for row in rows if row["name"] == "GPT-2" and row["method"] == method]
+        found[method] = [sum(row[name] for row in mine) for name in ("bytes", "ms")]
+    fewer, faster = (plain / ours for plain, ours in zip(found["plain"], found["ours"], strict=True))
+    return f"At GPT-2's shape, forward and backward: {fewer:.1f} times fewer bytes, {faster:.1f} times less time."
+
+
+def tuning() -> str:
+    """What each candidate tiling reached."""
+    rows = rows_of("tuning")
+    if not rows:
+        return unmeasured("python benchmarks/tune.py")
+    fields = ("kernel", "head_dim", "block_q", "block_k", "num_warps", "num_stages", "tflops")
+    lines = [[*(str(row[name]) for name in fields), "yes" if row["best"] else ""] for row in rows]
+    return table([*fields, "kept"], lines) + f"\n{sources(rows)}\n"
 
 
 def demo() -> str:
@@ -100,7 +195,11 @@ RENDER: dict[str, Callable[[], str]] = {
     "gpu": gpu,
     "offsets": offsets,
     "offline": offline,
+    "bars": bars,
     "speed": speed,
+    "speeds": speeds,
+    "traffic": traffic,
+    "tuning": tuning,
     "demo": demo,
 }
 
@@ -109,17 +208,26 @@ def rendered(text: str) -> str:
     return MARKER.sub(lambda found: found[1] + RENDER[found[2]]() + found[3], text)
 
 
+def made() -> list:
+    """(file, rows, how it is drawn) of every picture."""
+    return list(pictures.pictures(rows_of("attention"), rows_of("traffic")))
+
+
 def main() -> int:
-    stale = []
+    check = "--check" in sys.argv
+    stale = [path.name for path, rows, _ in made() if pictures.shown(path) != pictures.digest(rows)]
+    if not check:
+        for path, rows, draw in made():
+            draw(rows, path)
     for path in [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]:
         old = path.read_text()
         new = rendered(old)
         if new != old:
             stale.append(path.name)
-            if "--check" not in sys.argv:
+            if not check:
                 path.write_text(new)
-    print(f"{'stale' if '--check' in sys.argv else 'rewritten'}: {', '.join(stale) or 'none'}")
-    return int(bool(stale) and "--check" in sys.argv)
+    print(f"{'stale' if check else 'rewritten'}: {', '.join(stale) or 'none'}")
+    return int(bool(stale) and check)
 
 
 if __name__ == "__main__":

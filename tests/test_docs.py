@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +29,57 @@ def test_links_lead_somewhere(document):
 
 
 def test_every_result_says_where_it_comes_from():
-    import json
+    for path in (ROOT / "docs/results").iterdir():
+        text = path.read_text()
+        rows = [json.loads(text)] if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+        for row in rows:
+            assert all(row[key] for key in ("command", "commit", "hardware", "date")), path.name
 
-    for path in (ROOT / "docs/results").glob("*.json"):
-        result = json.loads(path.read_text())
-        assert all(result[key] for key in ("command", "commit", "hardware", "date")), path.name
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """docs/render.py in a copy whose results are made up: few rows, of every kind."""
+    for name in ("docs", "benchmarks", "ringflash"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    where = {"command": "python x.py", "commit": "abc", "hardware": "a card", "date": "2000-01-01"}
+    case = {"head_dim": 128, "heads": 16, "kv_heads": 16, "batch": 1, "mask": "full", "direction": "forward"}
+    speeds = [case | {"kernel": kernel, "form": "", "length": length, "tflops": 111.0 + length}
+              for kernel in ("gluon", "cudnn") for length in (4096, 8192)]  # fmt: skip
+    speeds += [case | {"kernel": "fa4", "form": "", "length": 4096, "error": "not installed"}]
+    shape = {"name": "GPT-2", "batch": 2, "length": 1024, "heads": 16, "head_dim": 64, "once_bytes": 10, "ms": 1.0}
+    counted = [shape | {"method": method, "direction": direction, "bytes": size, "peak_bytes": size, "num_kernels": 1}
+               for method, size in (("plain", 120), ("ours", 10)) for direction in ("forward", "backward")]  # fmt: skip
+    counted += [row | {"name": "1k"} for row in counted]
+    files = {"attention": speeds, "attention_bars": [row | {"rounds": 5} for row in speeds], "traffic": counted}
+    for name, rows in files.items():
+        (tmp_path / f"docs/results/{name}.jsonl").write_text("".join(json.dumps(row | where) + "\n" for row in rows))
+    return tmp_path
+
+
+def render(root: Path, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, root / "docs/render.py", *words], capture_output=True, text=True, check=False
+    )
+
+
+def test_new_results_make_documents_and_pictures_stale_until_they_are_rendered(measured):
+    stale = render(measured, "--check")
+    assert stale.returncode == 1
+    for name in ("README.md", "results.md", "traffic.md", "attention_d128.svg", "traffic.svg"):
+        assert name in stale.stdout
+    assert render(measured).returncode == 0
+    assert render(measured, "--check").returncode == 0
+    readme, results = (measured / "README.md").read_text(), (measured / "docs/results.md").read_text()
+    assert "docs/images/attention_d128.svg" in readme and "python x.py" in readme
+    assert "| 128 | 16:16 | full | forward | 4096 | 4207 | 4207 | - |" in results
+    assert "12.0 times fewer bytes" in (measured / "docs/traffic.md").read_text()
+
+
+def test_a_picture_of_other_rows_is_stale_and_rendering_twice_changes_nothing(measured):
+    assert render(measured).returncode == 0
+    picture, rows = measured / "docs/images/attention_d128.svg", measured / "docs/results/attention.jsonl"
+    drawn = picture.read_text()
+    assert render(measured).returncode == 0 and picture.read_text() == drawn
+    rows.write_text(rows.read_text().replace("4207.0", "4208.0"))
+    assert "attention_d128.svg" in render(measured, "--check").stdout

@@ -1,0 +1,353 @@
+"""Benchmarks without a GPU: which cases there are, resuming, verdicts, and what they say when they cannot measure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import attention  # noqa: E402
+import bars  # noqa: E402
+import contenders  # noqa: E402
+import traffic  # noqa: E402
+import tune  # noqa: E402
+from cases import LENGTHS, MASKS, Case, Cell, Contender, documents, identity, visible  # noqa: E402
+
+
+class Clock:
+    """A watch without a GPU: a call takes as many milliseconds as the list says, again and again."""
+
+    device = "cpu"
+
+    def __init__(self, *times: float) -> None:
+        self.times, self.count = times, 0
+
+    def ms(self, run, calls: int) -> float:
+        run()
+        self.count += 1
+        return self.times[self.count % len(self.times)]
+
+    def synchronize(self) -> None:
+        pass
+
+    def healthy(self) -> bool:
+        return True
+
+
+def test_documents_are_the_same_each_time_and_end_with_the_row():
+    for length in LENGTHS:
+        borders = documents(length)
+        assert borders[0] == 0 and borders[-1] == length
+        assert all(a < b for a, b in itertools.pairwise(borders))
+    assert 1500 < LENGTHS[-1] / len(documents(LENGTHS[-1])) < 2700
+
+
+def test_work_is_counted_in_visible_pairs():
+    assert visible(8192, "full") == 8192**2
+    assert visible(8192, "causal") == 8192 * 8193 // 2
+    assert visible(8192, "window") == 4096 * 4097 // 2 + 4096 * 4096
+    borders = documents(16384)
+    pairs = sum((b - a) * (b - a + 1) // 2 for a, b in itertools.pairwise(borders))
+    assert visible(16384, "documents") == pairs
+    case = Case(128, 4096, "causal", "backward")
+    assert case.flops == 2.5 * 4 * 128 * case.batch * case.heads * visible(4096, "causal")
+
+
+def test_every_case_has_the_size_that_the_issue_names():
+    cells = attention.sweep(["triton", "gluon"])
+    cases = {cell.case for cell in cells}
+    assert len(cases) == len(cells)
+    for case in cases:
+        assert case.batch * case.length == max(16384, case.length), case
+        assert case.heads % case.kv_heads == 0 and case.heads // case.kv_heads == (4 if case.grouped else 1)
+    wanted = {(d, n, m, w, g) for d in (64, 128, 256) for n in LENGTHS for m in MASKS for w in ("forward", "backward")
+              for g in (False, True) if m != "documents" or n >= 16384}  # fmt: skip
+    assert cases == wanted
+    names = {str(contender) for cell in cells for contender in cell.contenders}
+    assert names == {
+        "cudnn",
+        "fa2",
+        "flex",
+        "fa4",
+        "triton",
+        "gluon",
+        "triton (deterministic)",
+        "gluon (deterministic)",
+    }
+
+
+def test_bars_measure_everybody_that_they_name():
+    cells = {cell.case: cell.contenders for cell in bars.cells(["triton", "gluon", "gluon_fp8"])}
+    for bar in bars.table():
+        for case in bar.cases:
+            for contender in [bar.ours, *(side[0] for side in (bar.floor, bar.goal) if side)]:
+                assert contender in cells[case], (bar.name, case, contender)
+    assert Contender("gluon_fp8") in cells[Case(128, 16384, "full", "forward")]
+    estimate = sum(attention.estimate_s(Cell(*item), 5) for item in cells.items())
+    assert estimate < 240, "with compiling, they must fit a command of ten minutes"
+
+
+def made_up(ratio: float = 1.0, skip=lambda row: False) -> dict[tuple, dict]:
+    """Rows of the bars' cells: ours at 500 * ratio, everybody else at 500."""
+    rows = {}
+    for cell in bars.cells(["triton", "gluon"]):
+        for contender in cell.contenders:
+            ours = contender.kernel in ("triton", "gluon") and contender.form in ("", "deterministic", "carried")
+            row = attention.row_of(cell, contender) | {"tflops": 500 * (ratio if ours else 1.0)}
+            if not skip(row):
+                rows[identity(row)] = row
+    return rows
+
+
+def missed(rows: dict[tuple, dict]) -> list[tuple[str, str]]:
+    return [(line.bar.name, line.where) for line in bars.lines(rows) if not line.floor_met]
+
+
+def test_verdict_meets_floors_exactly_when_the_ratio_allows_it():
+    assert missed(made_up(1.06)) == []
+    assert bars.verdict(made_up(1.06))[1]
+    assert {name for name, _ in missed(made_up(1.0))} == {"portable"}
+    assert {name for name, _ in missed(made_up(0.985))} == {"portable", "fast, geometric mean", "D=256"}
+    at_4k = [where for name, where in missed(made_up(0.93)) if name == "fast at 4k"]
+    assert "D=64 causal forward 4k" not in at_4k and len(at_4k) == 7
+    at_4k = [where for name, where in missed(made_up(0.89)) if name == "fast at 4k"]
+    assert "D=64 causal forward 4k" in at_4k and len(at_4k) == 8
+
+
+def test_geometric_mean_and_single_cells_are_judged_apart():
+    rows = made_up(1.06)
+    one = ("fast", "D=128 full forward 16k")
+    for key, row in rows.items():
+        if key[:4] == (128, 16384, "full", "forward") and row["kernel"] == "gluon":
+            row["tflops"] = 480.0
+    assert missed(rows) == [one]
+    (mean,) = [line for line in bars.lines(rows) if line.bar.name == "fast, geometric mean"]
+    assert mean.floor == pytest.approx((1.06**15 * 0.96) ** (1 / 16))
+
+
+def test_what_was_not_measured_misses_its_floor_and_no_goal():
+    rows = made_up(1.06, skip=lambda row: row["kernel"] == "fa4")
+    assert missed(rows) == []
+    assert all(line.goal_met is None for line in bars.lines(rows) if line.bar.name == "fast")
+    rows = made_up(1.06, skip=lambda row: row["kernel"] == "flex")
+    assert {name for name, _ in missed(rows)} == {"portable", "D=256"}
+    assert "not measured" in bars.verdict(rows)[0]
+
+
+def test_verdict_command_says_by_its_exit_code_whether_floors_are_met(tmp_path, capsys):
+    for ratio, code in ((1.06, 0), (0.9, 1)):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in made_up(ratio).values()))
+        assert attention.main(["--verdict", str(path)]) == code
+        assert "floors met" in capsys.readouterr().out
+
+
+def test_finished_cells_are_skipped_and_failures_are_not_repeated(tmp_path):
+    cells = attention.sweep(["gluon"])[:3]
+    path = tmp_path / "rows.jsonl"
+    rows = [attention.row_of(cells[0], contender) | {"tflops": 1.0} for contender in cells[0].contenders]
+    rows += [attention.row_of(cells[1], Contender("cudnn")) | {"error": "no"}]
+    rows += [attention.row_of(cells[1], Contender("fa2")) | {"tflops": 1.0}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    left = attention.left(cells, attention.read(path))
+    assert [cell.case for cell in left] == [cells[1].case, cells[2].case]
+    assert Contender("cudnn") not in left[0].contenders and Contender("fa2") in left[0].contenders
+
+
+def test_the_last_row_of_a_measurement_holds(tmp_path):
+    cell = attention.sweep(["gluon"])[0]
+    row = attention.row_of(cell, cell.contenders[0])
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row | {"tflops": rate}) + "\n" for rate in (1.0, 2.0)))
+    assert [kept["tflops"] for kept in attention.read(path).values()] == [2.0]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Cases that a CPU can compute."""
+    monkeypatch.setattr(Case, "batch", property(lambda case: 1))
+    monkeypatch.setattr(Case, "heads", property(lambda case: 4))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_contenders_are_compared_and_timed_and_failures_become_rows(small, mask, direction):
+    names = [Contender("eager"), Contender("sdpa"), Contender("eager", "causal"), Contender("gluon")]
+    cell = Cell(Case(32, 256, mask, direction, True), tuple(names))
+    measuring = attention.Measuring(cell, Clock(4.0, 1.0, 2.0))
+    measuring.prepare()
+    measuring.time(3)
+    rows = {Contender(row["kernel"], row["form"]): row for row in measuring.rows()}
+    assert "needs an NVIDIA GPU" in rows[Contender("gluon")]["error"]
+    assert rows[Contender("sdpa")]["difference"] < 0.02 and rows[Contender("eager")]["difference"] == 0
+    assert rows[Contender("eager")]["min"] <= rows[Contender("eager")]["tflops"] <= rows[Contender("eager")]["max"]
+    assert rows[Contender("eager")]["rounds"] == 3
+    mine, other = rows[Contender("eager", "causal")], cell.case._replace(mask="causal").flops
+    assert mine["tflops"] == pytest.approx(other / mine["ms"] / 1e9, abs=0.01)
+
+
+def test_rates_are_flops_over_the_median_time(small):
+    case = Case(64, 512, "causal", "forward")
+    measuring = attention.Measuring(Cell(case, (Contender("eager"),)), Clock(0.001))
+    measuring.prepare()
+    measuring.time(2)
+    (row,) = measuring.rows()
+    assert row["tflops"] == pytest.approx(case.flops / 0.001 / 1e9, rel=0.01)
+
+
+def test_a_wrong_result_is_an_error_and_is_not_timed(small, monkeypatch):
+    monkeypatch.setitem(contenders.FORMS, "wrong", lambda case, kernel: lambda q, k, v: q * torch.nan)
+    cell = Cell(Case(32, 128, "causal", "forward"), (Contender("eager"), Contender("eager", "wrong")))
+    measuring = attention.Measuring(cell, Clock(1.0))
+    measuring.prepare()
+    measuring.time(1)
+    rows = {row["form"]: row for row in measuring.rows()}
+    assert "differs" in rows["wrong"]["error"] and "tflops" in rows[""]
+
+
+@pytest.mark.parametrize("state", ["one hop", "carried"])
+def test_hops_of_a_ring_run_through_the_kernel_protocol(small, state):
+    cell = Cell(Case(32, 128, "causal", "forward"), (Contender("eager", state),))
+    measuring = attention.Measuring(cell, Clock(1.0))
+    measuring.prepare()
+    measuring.time(1)
+    assert [row.get("error") for row in measuring.rows()] == [None]
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+def test_block_masks_are_those_that_flex_attention_makes(mask):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    case = Case(64, 8192 if mask == "window" else 4096, mask, "forward")
+    made = contenders.block_mask(case, "cpu")
+    want = create_block_mask(made.mask_mod, None, None, case.length, case.length, device="cpu")
+    for name in ("", "full_"):
+        for side in ("kv", "q"):
+            counts, other = (getattr(x, f"{name}{side}_num_blocks") for x in (made, want))
+            assert torch.equal(counts, other), (name, side)
+            mine, theirs = (getattr(x, f"{name}{side}_indices") for x in (made, want))
+            for row, count in enumerate(counts[0, 0].tolist()):
+                assert torch.equal(mine[0, 0, row, :count].sort()[0], theirs[0, 0, row, :count].sort()[0])
+
+
+NCU = """==PROF== Connected to process 7
+==WARNING== words
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","7","spin_kernel(long)","dram__bytes_read.sum","byte","32"
+"0","7","spin_kernel(long)","dram__bytes_write.sum","byte","0"
+"1","7","attend","dram__bytes_read.sum","byte","1,000"
+"1","7","attend","dram__bytes_write.sum","byte","200"
+"2","7","spin_kernel(long)","dram__bytes_read.sum","byte","32"
+"3","7","keys","dram__bytes_read.sum","byte","5"
+"4","7","queries","dram__bytes_read.sum","byte","6"
+"5","7","spin_kernel(long)","dram__bytes_read.sum","byte","32"
+"""
+
+
+def test_bytes_belong_to_the_step_behind_whose_marker_a_kernel_stands():
+    steps = traffic.steps_of(list(traffic.kernels(NCU.splitlines())))
+    assert steps == [[("attend", 1200)], [("keys", 5), ("queries", 6)], []]
+    times = [{"case": 0, "error": "does not fit"}, {"case": 1, "forward": {"ms": 1.0}, "backward": {"ms": 2.0}}]
+    rows = traffic.joined(times, steps)
+    assert [row.get("bytes") for row in rows] == [None, None, 1200, 11]
+    assert [row["method"] for row in rows] == ["plain", "plain", "ours", "ours"]
+    assert rows[3]["num_kernels"] == 2 and rows[3]["ms"] == 2.0 and rows[0]["error"] == "does not fit"
+    with pytest.raises(ValueError, match="markers"):
+        traffic.joined([*times, {"case": 2, "forward": {}, "backward": {}}], steps)
+
+
+def test_counters_that_may_not_be_read_are_said():
+    with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
+        list(traffic.kernels(["==ERROR== ERR_NVGPUCTRPERM - no permission"]))
+
+
+def test_each_tensor_once_is_what_the_shapes_say():
+    shape = traffic.Shape("x", 2, 1024, 16, 64)
+    tensor, lse = 2 * 1024 * 16 * 64 * 2, 2 * 1024 * 16 * 4
+    assert shape.once("forward") == 4 * tensor + lse and shape.once("backward") == 8 * tensor + lse
+    assert {s.length for s in traffic.SHAPES} == {1024, *(2048 * 2**i for i in range(6))}
+
+
+def test_plain_attention_is_attention():
+    q, k, v = (torch.randn(2, 48, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    got, want = traffic.plain(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sum(), (q, k, v)) for out in (got, want)))
+
+
+def candidate(block_q: int, kernel: str = "keys") -> tune.Candidate:
+    return tune.Candidate(kernel, 128, tune.Tiling(block_q, 64, 8, 2))
+
+
+def test_candidates_begin_with_the_present_tiling_and_differ():
+    found = tune.candidates(tune.Card("cuda", 90))
+    assert len(set(found)) == len(found)
+    rows = {(c.kernel, c.head_dim): c.tiling for c in reversed(found)}
+    assert len(rows) == 9
+    for (kernel, width), first in rows.items():
+        assert first == tune.tiling(kernel, width, 2, tune.Card("cuda", 90))
+
+
+def test_another_tiling_must_be_faster_by_more_than_noise():
+    present, other = candidate(64), candidate(128)
+    assert tune.best({present: 100.0, other: 100.9}) is present
+    assert tune.best({present: 100.0, other: 101.1}) is other
+
+
+def test_the_table_keeps_other_cards_and_says_where_a_row_comes_from():
+    where = {"command": "python benchmarks/tune.py", "commit": "abc", "hardware": "x", "date": "2000-01-01"}
+    before = {"cuda:80": {"rows": {}}, "cuda:90": {"rows": {"keys": {"64": {}}}}}
+    table = tune.updated(before, tune.Card("cuda", 90), {candidate(64): 123.45}, where)
+    assert table["cuda:80"] == before["cuda:80"]
+    assert table["cuda:90"]["commit"] == "abc"
+    tiles = {"block_q": 64, "block_k": 64, "num_warps": 8, "num_stages": 2}
+    assert table["cuda:90"]["rows"] == {"keys": {"128": {"tiling": tiles, "tflops": 123.5}}}
+
+
+def test_a_chosen_tiling_holds_inside_only():
+    from ringflash.kernels.triton import launch
+
+    present = launch.tiling
+    with tune.chosen(candidate(32).tiling):
+        assert launch.tiling("keys", 128, 2, None) == candidate(32).tiling
+    assert launch.tiling is present
+
+
+def test_what_does_not_fit_is_dropped_by_the_compiler():
+    many_stages = tune.Candidate("forward", 64, tune.Tiling(128, 64, 8, 20))
+    with tune.pool(1) as workers:
+        reason = workers.submit(tune.compiler_says, "sm_90", many_stages).result()
+    assert reason is not None and "bytes of shared memory" in reason, reason
+
+
+def test_candidates_are_launched_with_their_tiles_and_compared():
+    code = """
+import tune
+for kernel in tune.KERNELS:
+    for tiles in ((32, 64, 4, 1), (64, 32, 4, 1)):
+        print(tune.runs_wrong(tune.Candidate(kernel, 64, tune.Tiling(*tiles)), length=100, device="cpu"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True, timeout=120,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["None"] * 6, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize("script", ["attention.py", "traffic.py", "tune.py"])
+def test_without_a_gpu_it_is_said_in_a_sentence(script):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "GPU" in done.stdout and "Traceback" not in done.stderr
