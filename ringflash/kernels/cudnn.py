@@ -19,6 +19,7 @@ import torch
 
 from ..mask import View
 from . import pieces, sdpa
+from .pieces import few
 
 if TYPE_CHECKING:
     from . import State
@@ -52,7 +53,7 @@ def forward(
     scale: float, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.forward`. Raises ValueError for a view of more than `pieces.MOST` pieces."""
-    parts = pieces.few(view)
+    parts = few(view)
     with torch.cuda.device_of(q):
         pieces.forward(attend, q, k, v, parts, state, scale=scale, first=first, last=last)
 
@@ -72,7 +73,7 @@ def backward(
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     assert not deterministic, "refuses() comes first"
-    parts = pieces.few(view)
+    parts = few(view)
     with torch.cuda.device_of(q):
         pieces.backward(differentiate, dout, q, k, v, lse, delta, parts, dq, dk, dv, scale=scale)
 
@@ -146,9 +147,7 @@ def _cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q: [B, H, n, D]; k, v: [B, G, m, D]; scale > 0; returns out in q's type, lse [B, H, n] or [B, H, n, 1] fp32."""
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )[:2]  # fmt: skip
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
 
 
 def _cudnn_backward(

@@ -19,14 +19,14 @@ import torch
 
 from ..mask import View
 from . import pieces
-from .pieces import delta
+from .pieces import delta, few
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from . import State
 
-__all__ = ["backward", "delta", "forward", "refuses"]
+__all__ = ["backward", "delta", "few", "forward", "refuses"]
 
 TYPES = (torch.bfloat16, torch.float16)
 
@@ -54,7 +54,7 @@ def forward(
     scale: float, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.forward`. Raises ValueError for a view of more than `pieces.MOST` pieces."""
-    parts = pieces.few(view)
+    parts = few(view)
     with torch.cuda.device_of(q):
         pieces.forward(attend, q, k, v, parts, state, scale=scale, first=first, last=last)
 
@@ -64,7 +64,7 @@ def backward(
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
-    parts = pieces.few(view)
+    parts = few(view)
     one = functools.partial(differentiate, deterministic=deterministic)
     with torch.cuda.device_of(q):
         pieces.backward(one, dout, q, k, v, lse, delta, parts, dq, dk, dv, scale=scale)

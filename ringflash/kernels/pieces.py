@@ -103,7 +103,7 @@ def cut(view: View) -> Iterator[Piece]:
 
 def few(view: View) -> tuple[Piece, ...]:
     """The pieces of a view; ValueError, before anything is computed, where they are more than MOST."""
-    parts = view._memo("pieces", lambda: tuple(cut(view)))
+    parts = view.memo("pieces", lambda: tuple(cut(view)))
     if len(parts) > MOST:
         raise ValueError(
             f"this mask cuts a hop into {len(parts)} full rectangles and causal squares, and more than {MOST} are "
