@@ -48,7 +48,7 @@ def _slabs(view: View, device: torch.device) -> Iterator[tuple[slice, list[tuple
 
 
 def _seen(x: torch.Tensor, mask: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """x [B, G, H/G, N, D] with 0 in the rows of which a mask shows nothing along `dim`: they may be NaN, and 0 * NaN too."""
+    """x [B, G, H/G, N, D], 0 where a mask shows nothing along `dim`: there may be NaN, and 0 * NaN is NaN."""
     return x if mask is None else x.masked_fill(~mask.any(dim)[:, None], 0.0)
 
 

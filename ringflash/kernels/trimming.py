@@ -1,7 +1,7 @@
 """Rows that nobody sees, cut off before a kernel reads them.
 
 A mask multiplies by 0 what it hides, and 0 * NaN is NaN. Padding holds whatever the caller left there, so it must not
-be read at all. Shorter tensors cost a kernel nothing, and the padding of a rank is the end of its tokens in every layout.
+be read at all. Shorter tensors cost nothing, and a rank's padding is the end of its tokens, in every layout.
 Called by the kernels, before they make tables and descriptors. numpy on the host.
 """
 

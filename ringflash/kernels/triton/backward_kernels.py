@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import LOG2E, load, range_of, store, stream, tile_of
+from .rows import LOG2E, load, range_of, store, stream, stream_numbers, tile_of
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_heads", "num_rows"])
@@ -50,7 +50,8 @@ def _rows_of(lse, delta, row, count, BQ: tl.constexpr):
 @triton.jit
 def _keys_step(
     b_dk0, b_dk1, b_dv0, b_dv1, b_k0, b_k1, b_v0, b_v1, b_key, i_q, q, dout, q_desc0, q_desc1, dout_desc0, dout_desc1,
-    lse, delta, lo, hi, q_tiles, i_b, i_h, num_rows, scale_log2, D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr,
+    lse, delta, lo, hi, numbers, o_head, q_tiles, i_b, i_h, num_rows, scale_log2,
+    D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr,
     MASK: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one query tile to dk and dv of one key tile; without MASK the tile is full and seen whole."""
@@ -66,12 +67,12 @@ def _keys_step(
     if D1:
         b_q1 = stream(q_desc1, q, i_b, i_h, row, num_rows, BQ, D0, D1, UPCAST)
         b_s = tl.dot(b_k1, b_q1.T, b_s, input_precision=PRECISION)
-    b_lse = (tl.load(lse + row + o_q, mask=m_q, other=0.0) if MASK else tl.load(lse + row + o_q)) * LOG2E
+    b_lse = stream_numbers(numbers[0], lse, o_head + row, count, BQ) * LOG2E
     b_s = b_s * scale_log2 - b_lse[None, :]
     if MASK:
         # the rows behind `count` and the rows that see nothing (lse = -inf) have no key between lo and hi
-        b_lo = tl.load(lo + row + o_q, mask=m_q, other=0)
-        b_hi = tl.load(hi + row + o_q, mask=m_q, other=0)
+        b_lo = stream_numbers(numbers[2], lo, row, count, BQ)
+        b_hi = stream_numbers(numbers[3], hi, row, count, BQ)
         b_s = tl.where((b_key[:, None] >= b_lo[None, :]) & (b_key[:, None] < b_hi[None, :]), b_s, float("-inf"))
     b_p = tl.exp2(b_s)
     b_do0 = stream(dout_desc0, dout, i_b, i_h, row, num_rows, BQ, 0, D0, UPCAST)
@@ -81,7 +82,9 @@ def _keys_step(
         b_do1 = stream(dout_desc1, dout, i_b, i_h, row, num_rows, BQ, D0, D1, UPCAST)
         b_dv1 = tl.dot(b_p.to(b_do1.dtype), b_do1, b_dv1, input_precision=PRECISION)
         b_dp = tl.dot(b_v1, b_do1.T, b_dp, input_precision=PRECISION)
-    b_delta = tl.load(delta + row + o_q, mask=m_q, other=0.0) if MASK else tl.load(delta + row + o_q)
+    b_delta = stream_numbers(numbers[1], delta, o_head + row, count, BQ)
+    if MASK:
+        b_delta = tl.where(m_q, b_delta, 0.0)
     b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q0.dtype)
     b_dk0 = tl.dot(b_ds, b_q0, b_dk0, input_precision=PRECISION)
     if D1:
@@ -89,17 +92,18 @@ def _keys_step(
     return b_dk0, b_dk1, b_dv0, b_dv1
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_groups", "group", "num_rows", "head_stride"])
+@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_groups", "group", "num_rows", "head_stride", "skipped"])
 def keys(
     q, k, v, dout, q_desc0, q_desc1, dout_desc0, dout_desc1, dk, dv, lse, delta, lo, hi, q_tiles, k_tiles, ranges,
-    order, scale, scale_log2, num_tiles, num_full, num_groups, group, num_rows, head_stride,
+    order, numbers, scale, scale_log2, num_tiles, num_full, num_groups, group, num_rows, head_stride, skipped,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
     RAGGED, num_full: as in `forward_kernel.attend`, of the query tiles. Rows that nobody sees are written as 0.
-    head_stride: rows from one head to the next in lse and delta, which may begin before q does.
+    numbers: lse, delta, lo, hi as descriptors of one dimension in boxes of BQ; or four times None, as where RAGGED
+    head_stride, skipped: rows from one head to the next in lse and delta, and those of each before q begins
     """
     i_tile = tl.load(order + tl.program_id(0) % num_tiles)
     i_bg = tl.program_id(0) // num_tiles
@@ -120,7 +124,7 @@ def keys(
     b_dk1 = tl.zeros([BK, D1 if D1 else D0], tl.float32)
     b_dv1 = tl.zeros([BK, D1 if D1 else D0], tl.float32)
     for i_h in range(i_g * group, i_g * group + group):
-        o_head = (i_b * num_groups * group + i_h).to(tl.int64) * head_stride
+        o_head = (i_b * num_groups * group + i_h).to(tl.int64) * head_stride + skipped
         # first the tiles that are full and seen whole, then those on both sides of them
         for MASK in tl.static_range(2):
             begin, end = (0, w0 - v0 + v1 - w1) if MASK else (w0, w1)
@@ -128,7 +132,7 @@ def keys(
                 i_q = i + tl.where(i < w0 - v0, v0, w1 - (w0 - v0)) if MASK else i
                 b_dk0, b_dk1, b_dv0, b_dv1 = _keys_step(
                     b_dk0, b_dk1, b_dv0, b_dv1, b_k0, b_k1, b_v0, b_v1, b_key, i_q, q, dout, q_desc0, q_desc1,
-                    dout_desc0, dout_desc1, lse + o_head, delta + o_head, lo, hi, q_tiles, i_b, i_h, num_rows,
+                    dout_desc0, dout_desc1, lse, delta, lo, hi, numbers, o_head, q_tiles, i_b, i_h, num_rows,
                     scale_log2, D0, D1, BQ, MASK, RAGGED, UPCAST, PRECISION)  # fmt: skip
     store(dk, b_dk0 * scale, i_b, i_g, row, count, BK, 0, D0)
     store(dv, b_dv0, i_b, i_g, row, count, BK, 0, D0)
@@ -173,16 +177,16 @@ def _queries_step(
     return b_dq0, b_dq1
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "head_stride", "num_keys"])
+@triton.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "head_stride", "skipped", "num_keys"])
 def queries(
     q, k, v, dout, k_desc0, k_desc1, v_desc0, v_desc1, dq, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale, scale_log2, num_tiles, num_full, num_heads, group, head_stride, num_keys,
+    scale, scale_log2, num_tiles, num_full, num_heads, group, head_stride, skipped, num_keys,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to dq of one (query tile, batch, head) all key tiles that it sees. RAGGED, num_full: as in the forward.
 
-    head_stride: as in `keys`.
+    head_stride, skipped: as in `keys`.
     """
     i_tile = tl.load(order + tl.program_id(0) % num_tiles)
     i_bh = tl.program_id(0) // num_tiles
@@ -198,7 +202,7 @@ def queries(
     m_q = o_q < count
     b_lo = tl.load(lo + row + o_q, mask=m_q, other=0)
     b_hi = tl.load(hi + row + o_q, mask=m_q, other=0)
-    o_head = i_bh.to(tl.int64) * head_stride
+    o_head = i_bh.to(tl.int64) * head_stride + skipped
     b_lse, b_delta = _rows_of(lse + o_head, delta + o_head, row, count, BQ)
     b_q0 = load(q, i_b, i_h, row, count, BQ, 0, D0, UPCAST)
     b_do0 = load(dout, i_b, i_h, row, count, BQ, 0, D0, UPCAST)

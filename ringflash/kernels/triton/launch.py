@@ -120,6 +120,18 @@ class Work(NamedTuple):
         return cls(tiles, here, tables, len(ranges), num_busy, int(counts.sum()) // block, constants)
 
 
+def numbers(lse: torch.Tensor, delta: torch.Tensor, skipped: int, work: Work) -> tuple[TensorDescriptor | None, ...]:
+    """lse, delta, lo, hi as descriptors of one dimension in boxes of a query tile.
+
+    All None, which means pointers, where TMA cannot walk them: every tile must start at a multiple of 16 bytes.
+    """
+    some = (lse, delta, *work.tables[:2])
+    aligned = not work.constants["RAGGED"] and lse.shape[2] % 4 == 0 and skipped % 4 == 0
+    if not (aligned and work.card.has_tma and all(x.data_ptr() % 16 == 0 and 0 < x.numel() < 2**31 for x in some)):
+        return (None,) * 4
+    return tuple(TensorDescriptor(x, [x.numel()], [1], [work.tiling.block_q]) for x in some)
+
+
 def grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
     programs = num_tiles * batch * heads
     if programs > MAX_PROGRAMS:
@@ -185,8 +197,9 @@ def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float
     block, here = work.tiling.block_q, work.card
     backward_kernels.keys[grid(work.num_tiles, batch, groups)](
         *map(rows_argument, (q, k, v, dout)), *descriptors(q, block, here), *descriptors(dout, block, here),
-        rows_argument(dk), rows_argument(dv), lse[..., rows], delta[..., rows], *work.tables,
-        scale, scale * LOG2E, work.num_tiles, work.num_full, groups, heads // groups, num_rows, lse.shape[2],
+        rows_argument(dk), rows_argument(dv), lse, delta, *work.tables,
+        numbers(lse, delta, rows.start, work), scale, scale * LOG2E,
+        work.num_tiles, work.num_full, groups, heads // groups, num_rows, lse.shape[2], rows.start,
         PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip
 
@@ -203,7 +216,7 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
     block, here = work.tiling.block_k, work.card
     backward_kernels.queries[grid(work.num_busy, batch, heads)](
         *map(rows_argument, (q, k, v, dout)), *descriptors(k, block, here), *descriptors(v, block, here),
-        rows_argument(dq), lse[..., rows], delta[..., rows], *work.tables,
-        scale, scale * LOG2E, work.num_busy, work.num_full, heads, heads // groups, lse.shape[2], num_keys,
+        rows_argument(dq), lse, delta, *work.tables,
+        scale, scale * LOG2E, work.num_busy, work.num_full, heads, heads // groups, lse.shape[2], rows.start, num_keys,
         PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip

@@ -55,6 +55,19 @@ def stream(
 
 
 @triton.jit
+def stream_numbers(desc, x, index, count, BLOCK: tl.constexpr):
+    """x[index : index + BLOCK] of one number a row, inside the main loop. From `count` on: 0 or what stands there.
+
+    By pointers every thread would copy all the rows of its own products by itself.
+    """
+    o_row = tl.arange(0, BLOCK)
+    if desc is None:
+        return tl.load(x + index + o_row, mask=o_row < count, other=0)
+    else:
+        return desc.load([tl.cast(index, tl.int32)])
+
+
+@triton.jit
 def tile_of(tiles, i_tile):
     """(local start, global start, count) of a tile."""
     p_tile = tiles + 3 * i_tile
