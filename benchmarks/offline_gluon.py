@@ -26,9 +26,11 @@ from offline import OfflineDriver, narrow_offsets
 
 from ringflash.kernels import State
 from ringflash.kernels.gluon import launch
+from ringflash.kernels.gluon_fp8 import launch as launch_fp8
 from ringflash.mask import View, intervals
 
 SHARED_BYTES = 232448  # usable by one program
+PRODUCTS = ("HGMMA", "QGMMA")  # of numbers of 16 bits, of 8
 
 
 class Case(NamedTuple):
@@ -42,7 +44,9 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        ends = f"-{'first' if self.first else ''}{'last' if self.last else ''}" if self.kernel == "attend" else ""
+        ends = (
+            f"-{'first' if self.first else ''}{'last' if self.last else ''}" if self.kernel.startswith("attend") else ""
+        )
         return f"{self.kernel}-{self.width}-{str(self.dtype).removeprefix('torch.')}{ends}"
 
 
@@ -57,6 +61,7 @@ CASES = [
         for dtype in TYPES
     ),
 ]
+FP8_CASES = [Case("attend_fp8", width, torch.bfloat16, *ends) for width in (64, 96, 128) for ends in ENDS]
 
 
 class Compiled(NamedTuple):
@@ -76,7 +81,7 @@ def _span(first: str, count: int) -> set[int]:
 
 
 def _products(args: str, shape: str) -> tuple[set[int], set[int]]:
-    """(registers of operand A, of the accumulator) of one HGMMA."""
+    """(registers of operand A, of the accumulator) of one product."""
     operands = [operand.strip() for operand in args.split(",")]
     in_registers = re.match(r"R\d+", operands[1])
     return _span(in_registers[0], 4) if in_registers else set(), _span(operands[0], int(shape) // 2)
@@ -108,8 +113,8 @@ def hazards(sass: str) -> list[str]:
         if not match:
             continue
         _, op, args = match.groups()
-        if op.startswith("HGMMA"):
-            read, written = _products(args, re.search(r"64x(\d+)x16", op)[1])
+        if op.startswith(PRODUCTS):
+            read, written = _products(args, re.search(r"64x(\d+)x\d+", op)[1])
             if any(read & accumulator for _, accumulator in pending):
                 found.append(line.strip())
             opened = (opened[0] | read, opened[1] | written)
@@ -136,9 +141,10 @@ def _call(case: Case) -> None:
     lse = torch.empty(1, 4, length)
     segments = np.array([[0, length]])
     view = View(*intervals(length, length, causal=True), segments, segments)
-    if case.kernel == "attend":
+    if case.kernel.startswith("attend"):
         state = State(None if case.first and case.last else torch.empty(q.shape), q, lse)
-        launch.forward(q, k, v, view, state, scale=0.1, first=case.first, last=case.last)
+        engine = launch if case.kernel == "attend" else launch_fp8
+        engine.forward(q, k, v, view, state, scale=0.1, first=case.first, last=case.last)
     elif case.kernel == "keys":
         launch.key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)
     elif case.kernel == "all_gradients":
@@ -179,7 +185,7 @@ def compile_offline(case: Case) -> Compiled:
     return Compiled(
         max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
         kernel.metadata.shared,
-        len(re.findall(r"HGMMA", sass)),
+        len(re.findall("|".join(PRODUCTS), sass)),
         hazards(sass),
         sorted(set(re.findall(r".*(?:C75\d\d|warning).*", text))),
         narrow_offsets(kernel.asm["ttgir"]),
@@ -199,7 +205,7 @@ def _row(case: Case) -> str:
 
 
 def main(wanted: list[str]) -> None:
-    cases = [case for case in CASES if not wanted or any(word in case.name for word in wanted)]
+    cases = [case for case in CASES + FP8_CASES if not wanted or any(word in case.name for word in wanted)]
     print(f"triton {triton.__version__}")
     with ProcessPoolExecutor(2) as pool:
         for row in pool.map(_row, cases):

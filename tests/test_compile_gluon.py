@@ -18,6 +18,7 @@ import offline_gluon
 # (kernel, head dimension) -> bytes spilled at most, of all roles of the kernel together; 0 elsewhere
 SPILLS = {("attend", 64): 128}
 CASES = [case for case in offline_gluon.CASES if str(case.dtype) == "torch.bfloat16" and case.last]
+FP8_CASES = [case for case in offline_gluon.FP8_CASES if case.width != 96 and case.first == case.last]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,14 @@ def test_a_kernel_compiles_as_recorded(case, compiler):
     assert got.num_wgmma >= 48 and not got.warnings and not got.hazards and not got.narrow_offsets, got
     assert got.spill_bytes <= SPILLS.get((case.kernel, case.width), 0)
     assert got.shared_bytes <= offline_gluon.SHARED_BYTES
+
+
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
+def test_an_fp8_kernel_compiles_as_recorded(case, compiler):
+    got = compiler.submit(offline_gluon.compile_offline, case).result()
+    assert got.num_wgmma == (36 if case.width == 64 else 48)
+    assert not got.warnings and not got.hazards and not got.narrow_offsets, got
+    assert got.spill_bytes == 0 and got.shared_bytes <= offline_gluon.SHARED_BYTES
 
 
 def test_the_reader_of_machine_code_finds_an_early_write():

@@ -1,9 +1,9 @@
 """The fp8 forward kernel for sm_90: as `gluon.forward_kernel`, with products of e4m3 numbers. Device code only.
 
 Queries are scaled by row and quantised by their own consumer; keys and values come quantised, a scale for each tile,
-from `quantise_kernel`. A score is its product times both scales. The scale 2^s of a value tile goes into the softmax, as
-if s stood at every score of the tile: the maximum is that of score + s. So the numbers that are rounded to e4m3 use its
-range for what they weigh in the output, and the accumulator needs no unit; only the sum divides 2^s out again.
+from `quantise_kernel`. A score is its product times both scales. The scale 2^s of a value tile goes into the softmax,
+as if s stood at every score of the tile: the maximum is that of score + s. So the numbers that are rounded to e4m3 use
+its range for what they weigh in the output, and the accumulator needs no unit; only the sum divides 2^s out again.
 
 The registers of a product's scores hold, for a thread, other keys than those of a product's e4m3 operand. Instead of
 moving them between threads, the values' keys are stored in the order in which the scores lie: see `quantise_kernel`.
@@ -220,9 +220,8 @@ def _consumer(
                 shared, b_q8, b_p, b_acc, b_max, b_sum, b_shrink, rows, scales, k_tiles,
                 f0 + j - num_masked, j, False, D, BK, STAGES, SL, OL)  # fmt: skip
         b_pv = _issue_values(b_p, v_s, num_steps - 1, D, STAGES, OL)
-        b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, OL))[:, None]
         b_pv, b_p = warpgroup_mma_wait(0, deps=[b_pv, b_p])
-        b_acc = b_acc + b_pv
+        b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, OL))[:, None] + b_pv
     b_inverse = _store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
     b_acc = b_acc * gl.convert_layout(b_inverse, gl.SliceLayout(1, OL))[:, None]
     if LAST:

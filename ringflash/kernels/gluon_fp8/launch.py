@@ -111,15 +111,8 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     work = Work.of(view, q.device)
     num_tiles = work.num_tiles if first or last else work.num_busy
     if num_tiles:
-        attend(
-            q,
-            quantised(k[:, keys], v[:, keys], work.k_tiles),
-            work,
-            state,
-            scale=scale,
-            num_tiles=num_tiles,
-            ends=(first, last),
-        )
+        there = quantised(k[:, keys], v[:, keys], work.k_tiles)
+        attend(q, there, work, state, scale=scale, num_tiles=num_tiles, ends=(first, last))
 
 
 def attend(
