@@ -8,6 +8,7 @@ import torch
 
 from . import arguments, ops
 from .kernels import KERNELS
+from .kernels.choice import Choice, choose
 from .layout import Layout
 from .layouts.striped import stripe
 
@@ -40,7 +41,8 @@ def attention(
         arguments allow
     scale: softmax scale, D ** -0.5 unless given
     return_lse: also return lse [B, H, L], fp32, natural log of the softmax denominator; differentiable
-    kernel: one of ringflash.KERNELS; "auto" is triton on GPUs and eager on CPUs
+    kernel: one of ringflash.KERNELS; "auto" is eager on CPUs, and on GPUs gluon where it can run and passes its
+        start-up check, else triton; `explain` tells which and why
     deterministic: gradients are bitwise equal in repeated calls; a kernel that cannot raises
     returns out [B, L, H, D] in the input's type, or (out, lse)
 
@@ -55,7 +57,6 @@ def attention(
     for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}={flag!r} is {type(flag).__name__}; it must be True or False")
-    kernel = kernel_of(kernel, q)
     out, lse = ops.attention(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)),
         None if layout is None else layout.segments,
@@ -64,7 +65,7 @@ def attention(
         mask.causal,
         ops.NO_WINDOW if mask.window is None else mask.window,
         arguments.scale_of(q, scale),
-        kernel,
+        _known(kernel),
         deterministic,
         *_ranks(layout),
     )
@@ -87,11 +88,9 @@ def _checked(
     return q, k, v
 
 
-def kernel_of(name: str, q: torch.Tensor) -> str:
-    """The kernel that a call will use: the named one, or "auto" resolved by device. The op asks whether it can."""
-    if name == "auto":
-        name = "eager" if q.device.type in ("cpu", "meta") else "triton"
-    if not isinstance(name, str) or name not in KERNELS:
+def _known(name: str) -> str:
+    """A name of KERNELS, or auto, which the op resolves: only there are real tensors, also under torch.compile."""
+    if not isinstance(name, str) or name not in ("auto", *KERNELS):
         raise ValueError(f"kernel={name!r} is unknown; it must be auto or one of {', '.join(KERNELS)}")
     return name
 
@@ -109,13 +108,14 @@ def _ranks(layout: Layout | None) -> tuple[str, int, float]:
 class Explanation:
     """What one call of `attention` will do on this rank. str() of it is a few lines to read.
 
-    kernel: the kernel that will run; hops: distances that keys travel, the same on every rank
+    kernel: the kernel that will run; reason: why this one; hops: distances that keys travel, the same on every rank
     sends: messages a rank sends forward; forward_bytes, backward_bytes: bytes that one rank sends in each direction
     pairs: (query, key) pairs that this ring rank computes, a head; share: pairs / mean over the ring ranks
     warnings: what is allowed but slow
     """
 
     kernel: str
+    reason: str
     hops: tuple[int, ...]
     sends: int
     forward_bytes: int
@@ -126,7 +126,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"kernel {self.kernel}; hops {list(self.hops)}, {self.sends} sends a rank forward",
+            f"kernel {self.kernel} ({self.reason}); hops {list(self.hops)}, {self.sends} sends a rank forward",
             f"{self.forward_bytes:,} bytes sent a rank forward, {self.backward_bytes:,} backward",
             f"{self.pairs:,} visible pairs a head on this rank, {self.share:.3f} of the mean",
         ]
@@ -146,22 +146,24 @@ def explain(
     kernel: str = "auto",
     deterministic: bool = False,
 ) -> Explanation:
-    """Say which kernel, hops and bytes `attention` will use for these tensors and masks; computes and sends nothing.
+    """Say which kernel, hops and bytes `attention` will use for these tensors and masks; sends nothing.
 
-    q, k, v: as for `attention`; only shapes, types and devices are read, so tensors on the meta device will do
+    q, k, v: as for `attention`; only shapes, types and devices are read, so tensors on the meta device will do.
+        On a GPU it runs a kernel's start-up check, if that has not run yet
     """
     q, k, v = _checked(q, k, v, layout)
     mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
-    kernel = kernel_of(kernel, q)
-    ops.check_kernel(kernel, q, k, deterministic, 1 if layout is None else layout.ring.ring_size)
+    choice = choose(_known(kernel), q, k, deterministic, 1 if layout is None else layout.ring.ring_size)
     if layout is None:
         lo, hi = mask.intervals(q.shape[1], k.shape[1])
         pairs = int((hi.astype("int64") - lo).clip(0).sum())
-        return Explanation(kernel, (0,) if pairs else (), 0, 0, 0, pairs, 1.0, ())
-    return _explain_ring(q, k, layout, mask, kernel)
+        return Explanation(*choice, (0,) if pairs else (), 0, 0, 0, pairs, 1.0, ())
+    return _explain_ring(q, k, layout, mask, choice)
 
 
-def _explain_ring(q: torch.Tensor, k: torch.Tensor, layout: Layout, mask: arguments.Mask, kernel: str) -> Explanation:
+def _explain_ring(
+    q: torch.Tensor, k: torch.Tensor, layout: Layout, mask: arguments.Mask, choice: Choice
+) -> Explanation:
     ring = layout.ring
     content = [None if x is None else x.numpy().tobytes() for x in (layout.segments, mask.cu_seqlens, mask.bounds)]
     shape = (ring.ring_rank, layout.seq_len, layout.seq_len)
@@ -183,7 +185,7 @@ def _explain_ring(q: torch.Tensor, k: torch.Tensor, layout: Layout, mask: argume
     forward = sends * block * k.element_size() + heads[0]
     backward = sends * block * k.element_size() + trips * block * 4 + heads[1]
     share = pairs / mean if mean else 1.0
-    return Explanation(kernel, plan.hops, sends, forward, backward, pairs, share, tuple(warnings))
+    return Explanation(*choice, plan.hops, sends, forward, backward, pairs, share, tuple(warnings))
 
 
 def _heads_bytes(q: torch.Tensor, k: torch.Tensor, layout: Layout) -> tuple[int, int]:

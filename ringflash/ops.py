@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from . import agreement, arguments, mask, ring, ulysses
 from .exchange import Processes, Transport
 from .kernels import KERNELS, Kernel
+from .kernels.choice import choose
 from .layout import segments_of
 
 NO_WINDOW = 0
@@ -65,9 +66,8 @@ class _Call:
 
     def __init__(
         self, q: Tensor, k: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
-        causal: bool, window: int, kernel: str, group: str, num_ulysses: int, timeout_s: float,
+        causal: bool, window: int, kernel: str, deterministic: bool, group: str, num_ulysses: int, timeout_s: float,
     ) -> None:  # fmt: skip
-        self.kernel: Kernel = KERNELS[kernel]
         self.groups = k.shape[2]
         self.ring: Transport | None = None
         self.heads: Transport | None = None
@@ -82,6 +82,8 @@ class _Call:
             if num_ulysses > 1:
                 first = ring_rank * num_ulysses
                 self.heads = Processes(self.pg, head_rank, range(first, first + num_ulysses), timeout_s)
+        self.name = choose(kernel, q, k, deterministic, self.ring.size if self.ring else 1).kernel
+        self.kernel: Kernel = KERNELS[self.name]
         shape = (self.ring.rank if self.ring else 0, q.shape[1] * size, k.shape[1] * size)
         table = _content(segments) or b""
         self.plan = make_plan(shape, table, _content(cu_seqlens), _content(bounds), causal=causal, window=window)
@@ -125,13 +127,6 @@ def _no_autocast(q: Tensor) -> contextlib.AbstractContextManager:
     return torch.autocast(q.device.type, enabled=False) if on else contextlib.nullcontext()
 
 
-def check_kernel(name: str, q: Tensor, k: Tensor, deterministic: bool, ring_size: int) -> None:
-    """ValueError, before anything is sent, if the kernel cannot do the call."""
-    reason = KERNELS[name].refuses(q, k, deterministic, ring_size)
-    if reason:
-        raise ValueError(f"kernel={name!r}: {reason}")
-
-
 def describe(q: Tensor, k: Tensor, pieces: tuple[Tensor | None, ...], flags: tuple[object, ...]) -> str:
     """The call as text, equal on all ranks that make the same one."""
     digest = hashlib.sha256()
@@ -157,10 +152,9 @@ def attention(
     cu_seqlens: int32 [m + 1]; bounds: int32 [2, S] (lo, hi); window: 0 = none; group: its name, "" = one process
     returns out [B, L, H, D] in q's type, lse [B, H, L] fp32
     """
-    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, group, ulysses, timeout_s)
-    check_kernel(kernel, q, k, deterministic, call.ring.size if call.ring else 1)
+    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, deterministic, group, ulysses, timeout_s)
     if call.pg is not None:
-        flags = (causal, window, scale, kernel, deterministic, ulysses)
+        flags = (causal, window, scale, call.name, deterministic, ulysses)
         agreement.agree(call.pg, describe(q, k, (segments, cu_seqlens, bounds), flags), timeout_s)
     with _no_autocast(q):
         q_heads, k_heads, v_heads = call.scatter([q, k, v])
@@ -182,7 +176,7 @@ def attention_backward(
     group: str, ulysses: int, timeout_s: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type."""
-    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, group, ulysses, timeout_s)
+    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, deterministic, group, ulysses, timeout_s)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # what a caller made of -inf, NaN too, reaches no gradient
     with _no_autocast(q):

@@ -53,7 +53,7 @@ def test_explain_on_one_device(device):
     q, k, v = (x.to(device) for x in inputs(10)[:3])
     told = ringflash.explain(q, k, v)
     assert (told.kernel, told.hops, told.forward_bytes, told.pairs) == ("eager", (0,), 0, 55)
-    assert "kernel eager; hops [0], 0 sends" in str(told)
+    assert "kernel eager (auto); hops [0], 0 sends" in str(told)
 
 
 # --- torch: no_grad, autocast, checkpointing, compile

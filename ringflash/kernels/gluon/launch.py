@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...mask import View
+from ..trimming import trimmed
 from ..triton.launch import LOG2E, grid, rows_argument
 from . import forward_kernel, fused_kernel, keys_kernel, queries_kernel
 from .tiling import TILINGS, Tiling, columns
@@ -116,6 +117,8 @@ def sharpened(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
 
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
     """Launch `forward_kernel.attend`. See `kernels.Kernel.forward`."""
+    keys, view = trimmed(view).keys, trimmed(view).of_keys
+    k, v = k[:, keys], v[:, keys]
     batch, num_rows, heads, width = q.shape
     work = Work.of("forward", q, view)
     num_tiles = work.num_tiles if first or last else work.num_busy
@@ -132,16 +135,22 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     )  # fmt: skip
 
 
-def row_starts(work: Work, q, lse, delta, scale: float) -> torch.Tensor:
-    """Launch `keys_kernel.row_starts`: what the accumulators start at, two numbers a row."""
-    batch, num_rows, heads, _ = q.shape
+def from_row(x: torch.Tensor, row: int) -> torch.Tensor:
+    """[B, H, L], contiguous, as a kernel takes it that counts rows from `row` on: a pointer to the first of them."""
+    return x.view(-1)[row:] if row else x
+
+
+def row_starts(work: Work, lse, delta, row: int, scale: float) -> torch.Tensor:
+    """Launch `keys_kernel.row_starts`: what the accumulators start at, two numbers a row. row: the view's first."""
+    batch, heads, num_rows = lse.shape
     q_tiles, block = work.tables[2], work.tiling.block_q
     if batch * heads * len(q_tiles) * block * 2 > MAX_NUMBERS:
         raise ValueError(f"batch {batch} x {heads} heads x {num_rows} queries are more than {MAX_NUMBERS // 2} rows")
     starts = lse.new_empty(batch * heads * len(q_tiles) * block * 2)
     keys_kernel.row_starts[grid(len(q_tiles), batch, heads)](
-        lse, delta, q_tiles, starts, 1.0 / scale, len(q_tiles), num_rows, BQ=block, num_warps=2
-    )
+        from_row(lse, row), from_row(delta, row), q_tiles, starts, 1.0 / scale, len(q_tiles), num_rows,
+        BQ=block, num_warps=2,
+    )  # fmt: skip
     return starts
 
 
@@ -158,20 +167,28 @@ def all_gradients(dout, q, k, v, lse, delta, view: View, dq, dk, dv, *, scale: f
 def _by_key_tile(
     kernel: str, dout, q, k, v, lse, delta, view: View, grads: tuple[torch.Tensor, ...], dq=None, *, scale: float
 ) -> None:
-    """What the two kernels share whose program is a key tile."""
+    """What the two kernels share whose program is a key tile. grads: dk and dv."""
+    rows, keys, _, view = trimmed(view)
+    for grad in grads:
+        if keys.stop - keys.start < grad.shape[1]:
+            grad[:, : keys.start].zero_()
+            grad[:, keys.stop :].zero_()
+    dout, q, k, v, grads = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], tuple(grad[:, keys] for grad in grads)
     batch, _, heads, width = q.shape
     groups = k.shape[2]
     work = Work.of(kernel, q, view)
+    if not work.num_tiles:
+        return
     q, sharp = sharpened(q, scale)
     tiles, q_tiles = work.tiling, work.tables[2]
     run, extra, scales = keys_kernel.keys, [], [sharp, sharp * LOG2E]
     if dq is not None:
         run, scales = fused_kernel.all_gradients, [*scales, scale]
-        extra = [descriptor(walkable(dq), tiles.block_q, 2)]
+        extra = [descriptor(walkable(dq[:, rows]), tiles.block_q, 2)]
     run[grid(work.num_tiles, batch, groups)](
         descriptor(walkable(q), tiles.block_q), descriptor(walkable(k), tiles.block_k),
         descriptor(walkable(v), tiles.block_k), descriptor(walkable(dout), tiles.block_q),
-        flat(row_starts(work, q, lse, delta, sharp)), flat(work.bounds), *extra,
+        flat(row_starts(work, lse, delta, rows.start, sharp)), flat(work.bounds), *extra,
         *map(rows_argument, grads), *work.tables[2:], *scales, work.num_tiles, len(q_tiles), groups, heads // groups,
         D=columns(width), WIDTH=width, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip
@@ -179,7 +196,9 @@ def _by_key_tile(
 
 def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -> None:
     """Launch `queries_kernel.queries`: add to dq."""
-    batch, num_rows, heads, width = q.shape
+    rows, keys, _, view = trimmed(view)
+    dout, q, k, v, dq = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], dq[:, rows]
+    batch, _, heads, width = q.shape
     work = Work.of("queries", q, view)
     if not work.num_busy:
         return
@@ -188,8 +207,8 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
     queries_kernel.queries[grid(work.num_busy, batch, heads)](
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
         descriptor(walkable(dout), 64),
-        rows_argument(dq), lse, delta, *work.tables,
-        scale, sharp * LOG2E, work.num_busy, work.num_full, heads, heads // k.shape[2], num_rows,
+        rows_argument(dq), from_row(lse, rows.start), from_row(delta, rows.start), *work.tables,
+        scale, sharp * LOG2E, work.num_busy, work.num_full, heads, heads // k.shape[2], lse.shape[2],
         D=columns(width), WIDTH=width, BK=tiles.block_k, STAGES=tiles.num_stages, REGISTERS=tiles.registers,
         num_warps=4,
     )  # fmt: skip

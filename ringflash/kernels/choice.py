@@ -1,0 +1,60 @@
+"""Which kernel `kernel="auto"` is: the first of a device's list that can do the call and passes its start-up check.
+
+A kernel that a compiler may get wrong has a check, asked once for each device, type and head dimension; what it says is
+logged, and told by `explain`. Named kernels are taken as they are. Called by `ops` and `api`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import NamedTuple
+
+import torch
+
+from . import KERNELS
+from .gluon.check import fault
+
+FASTEST_FIRST = {"cpu": ("eager",), "cuda": ("gluon", "triton")}
+CHECKS = {"gluon": fault}  # kernel -> what is wrong with it for a device, type, head dimension and backward; or None
+logger = logging.getLogger("ringflash")
+
+
+class Choice(NamedTuple):
+    """kernel: its name; reason: why it is this one, for people."""
+
+    kernel: str
+    reason: str
+
+
+def choose(name: str, q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> Choice:
+    """The kernel of a call: a name of KERNELS, or "auto". ValueError if it refuses, for auto if all of the list do."""
+    if name != "auto":
+        refusal = KERNELS[name].refuses(q, k, deterministic, num_hops)
+        if refusal:
+            raise ValueError(f"kernel={name!r}: {refusal}")
+        return Choice(name, "named")
+    reasons: list[str] = []
+    for candidate in FASTEST_FIRST.get(q.device.type, ("eager",)):
+        reason = KERNELS[candidate].refuses(q, k, deterministic, num_hops) or _fault(candidate, q, deterministic)
+        if not reason:
+            return Choice(candidate, "; ".join(["auto", *reasons]))
+        reasons.append(reason)
+    raise ValueError(f"kernel='auto': no kernel can do this call: {'; '.join(reasons)}")
+
+
+def _fault(name: str, q: torch.Tensor, deterministic: bool) -> str | None:
+    return _checked(name, q.device, q.dtype, q.shape[3], deterministic) if name in CHECKS else None
+
+
+@functools.cache
+def _checked(name: str, device: torch.device, dtype: torch.dtype, width: int, deterministic: bool) -> str | None:
+    """What the start-up check of a kernel found, asked once and logged."""
+    found = CHECKS[name](device, dtype, width, deterministic)
+    what = f"kernel {name} for {str(dtype).removeprefix('torch.')}, head dimension {width}, on {device}"
+    if found:
+        told = f"{what} failed its start-up check: {found}"
+        logger.warning("%s; the next of %s is used", told, ", ".join(FASTEST_FIRST[device.type]))
+        return told
+    logger.info("%s passed its start-up check and is used", what)
+    return None
