@@ -66,7 +66,7 @@ class _Call:
 
     def __init__(
         self, q: Tensor, k: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
-        causal: bool, window: int, kernel: str, deterministic: bool, group: str, num_ulysses: int, timeout_s: float,
+        causal: bool, window: int, kernel: str, group: str, num_ulysses: int, timeout_s: float, *, deterministic: bool,
     ) -> None:  # fmt: skip
         self.groups = k.shape[2]
         self.ring: Transport | None = None
@@ -152,7 +152,8 @@ def attention(
     cu_seqlens: int32 [m + 1]; bounds: int32 [2, S] (lo, hi); window: 0 = none; group: its name, "" = one process
     returns out [B, L, H, D] in q's type, lse [B, H, L] fp32
     """
-    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, deterministic, group, ulysses, timeout_s)
+    where = (group, ulysses, timeout_s)
+    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, *where, deterministic=deterministic)
     if call.pg is not None:
         flags = (causal, window, scale, call.name, deterministic, ulysses)
         agreement.agree(call.pg, describe(q, k, (segments, cu_seqlens, bounds), flags), timeout_s)
@@ -176,7 +177,8 @@ def attention_backward(
     group: str, ulysses: int, timeout_s: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type."""
-    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, deterministic, group, ulysses, timeout_s)
+    where = (group, ulysses, timeout_s)
+    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, *where, deterministic=deterministic)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # what a caller made of -inf, NaN too, reaches no gradient
     with _no_autocast(q):
