@@ -14,12 +14,10 @@ whatever a kernel multiplies. A cell whose rows are in the output is skipped: ru
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
 import os
-import shlex
-import subprocess
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,14 +28,14 @@ from statistics import median
 
 import bars
 from cases import DIRECTIONS, HEAD_DIMS, LENGTHS, MASKS, TOKENS, Case, Cell, Contender, identity
+from provenance import ROOT, provenance
 
-ROOT = Path(__file__).resolve().parent.parent
 REP_MS = 40  # of one timing; at least MIN_CALLS calls
 MIN_CALLS = 2
 FLUSH_BYTES = 256 * 2**20
 WRONG = 0.1  # a result this far from the first contender's, in the 2-norm, is no result; fp8 differs by a few percent
 GUESS_TFLOPS = 350
-SETUP_S = 2.0  # a guess for a cell: tensors, and what is compiled again from its cache
+SETUP_S = {"flex": 5.0}  # guesses: what a contender takes to be compiled again, from caches; the others little
 PEERS = ("cudnn", "fa2", "flex", "fa4")
 
 
@@ -59,10 +57,11 @@ def sweep(kernels: Sequence[str]) -> list[Cell]:
 
 
 def estimate_s(cell: Cell, rounds: int) -> float:
-    """A guess, for the budget: twice 2-norm checks and warming, and the rounds."""
+    """A guess, for the budget: the rounds, and before them a comparison and a look at the time of one call."""
     once_ms = cell.case.flops / GUESS_TFLOPS / 1e9
     each = rounds * (max(REP_MS, MIN_CALLS * once_ms) + once_ms) + 4 * once_ms
-    return SETUP_S + len(cell.contenders) * each / 1e3
+    setup = 0.5 + sum(SETUP_S.get(contender.kernel, 0.1) for contender in cell.contenders)
+    return setup + len(cell.contenders) * each / 1e3
 
 
 def row_of(cell: Cell, contender: Contender) -> dict:
@@ -166,8 +165,7 @@ class Measuring:
 
         def one(contender: Contender) -> None:
             prepared = contenders.prepare(self.cell.case, contender, self.tensors)
-            result = prepared.result()
-            self.differences[contender] = self._difference(result)
+            self.differences[contender] = self._difference(prepared.comparable(prepared.run()))
             self.runs[contender] = prepared.run
 
         for contender in self.cell.contenders:
@@ -249,24 +247,6 @@ def settings() -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
-def provenance(commit: str | None) -> dict:
-    """What each row says of its making. commit: where the checkout has no history."""
-    import torch
-    import triton
-
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    words = [word for word in sys.argv[1:] if not word.startswith(("--commit", "--output", "--seconds"))]
-    return {
-        "command": shlex.join(["python", "benchmarks/attention.py", *words]),
-        "commit": commit or done.stdout.strip(),
-        "hardware": torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-    }
-
-
 def affordable(cells: Sequence[Cell], arguments: argparse.Namespace) -> list[Cell]:
     """The first cells, as far as --seconds reaches."""
     found, total = [], 0.0
@@ -282,7 +262,9 @@ def run(cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
     """Measure and write; 0 if all cells have rows now, 3 if the time was over or the GPU was lost before."""
     began = time.monotonic()
     settings()
-    where = provenance(arguments.commit)
+    flags = {"--bars": arguments.bars, "--only": arguments.only, "--without": arguments.without}
+    words = [word for flag, value in flags.items() if value for word in ([flag] if value is True else [flag, value])]
+    where = provenance("attention.py", words, arguments.commit)
     if arguments.jobs:
         warm(affordable(cells, arguments), arguments.jobs)
         print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
@@ -337,7 +319,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bars", action="store_true", help="only the cells that bars.py judges")
     parser.add_argument("--verdict", type=Path, metavar="FILE", help="judge this output of --bars, measure nothing")
     parser.add_argument("--dry-run", action="store_true", help="list the cells, measure nothing")
-    parser.add_argument("--only", metavar="WORDS", help="cells whose description holds this, as --dry-run prints it")
+    parser.add_argument("--only", metavar="REGEX", help="cells whose description matches, as --dry-run prints it")
     parser.add_argument("--without", metavar="KERNELS", help="leave these contenders out, as in flex,fa2")
     parser.add_argument("--rounds", type=int, help="default: 5 with --bars, otherwise 1")
     parser.add_argument("--seconds", type=float, help="stop, with exit code 3, before a cell that would end later")
@@ -354,7 +336,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def chosen(cells: Sequence[Cell], arguments: argparse.Namespace) -> list[Cell]:
     """The cells and contenders that --only and --without leave."""
     absent = (arguments.without or "").split(",")
-    kept = [cell for cell in cells if not arguments.only or arguments.only in str(cell.case)]
+    kept = [cell for cell in cells if re.search(arguments.only or "", str(cell.case))]
     return [c._replace(contenders=tuple(x for x in c.contenders if x.kernel not in absent)) for c in kept]
 
 

@@ -9,7 +9,7 @@ Letters: B batch, S tokens of one row, H query heads, G key/value heads, D head 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -167,11 +167,11 @@ PEERS = {
 class Prepared(NamedTuple):
     """A contender on the GPU, to run again and again.
 
-    result: out or dq of one run, [B, S, H, D]; None if it is not what the other contenders compute
+    comparable: what a run returned -> out or dq [B, S, H, D]; None where it is not what the other contenders compute
     """
 
-    run: Callable[[], object]
-    result: Callable[[], torch.Tensor | None]
+    run: Callable[[], Any]
+    comparable: Callable[[Any], torch.Tensor | None]
 
 
 FORMS: dict[str, Callable[[Case, str], Attend]] = {
@@ -192,7 +192,7 @@ def prepare(case: Case, contender: Contender, tensors: list[torch.Tensor]) -> Pr
     *inputs, dout = tensors
     if contender.form in HOPS:
         run = one_hop(case, contender.kernel, inputs, carried=HOPS[contender.form])
-        return Prepared(run, lambda: None)
+        return Prepared(run, lambda _: None)
     peer = PEERS.get(contender.kernel)
     attend = peer.make(case) if peer else FORMS[contender.form](case, contender.kernel)
     order = (0, 2, 1, 3) if peer and peer.heads_first else (0, 1, 2, 3)
@@ -203,5 +203,4 @@ def prepare(case: Case, contender: Contender, tensors: list[torch.Tensor]) -> Pr
         leaves = [x.detach().requires_grad_() for x in inputs]
         out = attend(*leaves)
         run = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]  # noqa: E731
-    same_problem = contender.form != "causal"
-    return Prepared(run, lambda: run().permute(order) if same_problem else None)
+    return Prepared(run, lambda result: None if contender.form == "causal" else result.permute(order))

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -27,7 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from provenance import ROOT, provenance
+
 OUTPUT = ROOT / "docs/results/traffic.jsonl"
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 MARKER = "spin_kernel"  # what torch.cuda._sleep launches
@@ -246,21 +245,6 @@ def measure(ncu: str, kernel: str) -> list[dict]:
     return joined(times, steps_of(list(kernels(listed))))
 
 
-def provenance(kernel: str, commit: str | None) -> dict:
-    """What each row says of its making. commit: where the checkout has no history."""
-    import torch
-
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return {
-        "kernel": kernel,
-        "command": shlex.join(["python", "benchmarks/traffic.py", "--kernel", kernel]),
-        "commit": commit or done.stdout.strip(),
-        "hardware": torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-    }
-
-
 def line_of(row: dict) -> str:
     case = f"{row['name']:6} {row['method']:6} {row['direction']:8}"
     if "error" in row:
@@ -291,7 +275,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if ncu is None:
         print("this needs ncu, of NVIDIA's Nsight Compute, on the PATH")
         return 2
-    where = provenance(arguments.kernel, arguments.commit)
+    where = provenance("traffic.py", ["--kernel", arguments.kernel], arguments.commit) | {"kernel": arguments.kernel}
     try:
         rows = measure(ncu, arguments.kernel)
     except ValueError as error:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,13 +24,13 @@ from statistics import geometric_mean, median
 from typing import NamedTuple
 
 import torch
+from provenance import ROOT, provenance
 
 import ringflash
 from ringflash import mask
 from ringflash.kernels import State
 from ringflash.kernels.triton.tiling import Card, Tiling, tiling
 
-ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "ringflash/kernels/triton/tuned.json"
 RESULTS = ROOT / "docs/results/tuning.jsonl"
 KERNELS = ("forward", "keys", "queries")
@@ -250,21 +248,9 @@ def updated(table: dict, card: Card, winners: dict[Candidate, float], where: dic
     return dict(sorted((table | {f"{card.backend}:{card.arch}": where | {"rows": rows}}).items()))
 
 
-def provenance(commit: str | None) -> dict:
-    import triton
-
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return {
-        "command": "python benchmarks/tune.py",
-        "commit": commit or done.stdout.strip(),
-        "hardware": torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        "triton": triton.__version__,
-    }
-
-
 def pool(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    """A process for each call: what one candidate does to the GPU or the driver reaches no other."""
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
 
 
 def measure(card: Card, arguments: argparse.Namespace) -> None:
@@ -274,7 +260,7 @@ def measure(card: Card, arguments: argparse.Namespace) -> None:
         found = survivors(found, workers.map(compiler_says, [arch] * len(found), found))
     with pool(arguments.jobs) as workers:  # other processes: those above believe that they have another driver
         found = survivors(found, workers.map(runs_wrong, found))
-    where, winners, lines = provenance(arguments.commit), {}, []
+    where, winners, lines = provenance("tune.py", [], arguments.commit), {}, []
     for kernel in KERNELS:
         for width in HEADS:
             row = [candidate for candidate in found if candidate[:2] == (kernel, width)]

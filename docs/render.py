@@ -162,7 +162,21 @@ def traffic() -> str:
         lines.append([*case, f"{gigabytes:.3f}", f"{row['bytes'] / row['once_bytes']:.2f}", f"{row['ms']:.2f}",
                       f"{peak:.3f}"])  # fmt: skip
     picture = "![Bytes and peak memory by length](images/traffic.svg)"
-    return f"{picture}\n\n{table(head, lines)}\n{gpt2(rows)}\n\n{sources(rows)}\n"
+    return f"{picture}\n\n{table(head, lines)}\n{linear(rows)}\n{gpt2(rows)}\n\n{sources(rows)}\n"
+
+
+def linear(rows: list[dict]) -> str:
+    """How far our bytes are above each tensor once, forward and backward together, and over which lengths."""
+    long = [row for row in rows if row["method"] == "ours" and row["name"] != "GPT-2" and "bytes" in row]
+    names = list(dict.fromkeys(row["name"] for row in long))
+    ratios = []
+    for name in names:
+        mine = [row for row in long if row["name"] == name]
+        ratios.append(sum(row["bytes"] for row in mine) / sum(row["once_bytes"] for row in mine))
+    return (
+        f"Ours moves {min(ratios):.2f} to {max(ratios):.2f} times each tensor once, forward and backward together, from "
+        f"{names[0]} to {names[-1]} tokens."
+    )
 
 
 def gpt2(rows: list[dict]) -> str:

@@ -214,6 +214,42 @@ def test_a_wrong_result_is_an_error_and_is_not_timed(small, monkeypatch):
     assert "differs" in rows["wrong"]["error"] and "tflops" in rows[""]
 
 
+def test_a_run_writes_every_row_stops_in_time_and_goes_on(small, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(attention, "Stopwatch", lambda: Clock(1.0, 2.0))
+    monkeypatch.setattr(
+        attention, "provenance", lambda *_: {"command": "c", "commit": "x", "hardware": "h", "date": "d"}
+    )
+    path = tmp_path / "rows.jsonl"
+    names = (Contender("eager"), Contender("gluon"))
+    cells = [Cell(Case(32, length, "causal", "forward"), names) for length in (128, 256)]
+    arguments = attention.parse(["--output", str(path), "--jobs", "0", "--seconds", "0.01"])
+    assert attention.run(cells, arguments) == 3 and not path.is_file()
+    arguments = attention.parse(["--output", str(path), "--jobs", "0"])
+    assert attention.run(cells[:1], arguments) == 0
+    left = attention.left(cells, attention.read(path))
+    assert [cell.case.length for cell in left] == [256]
+    assert attention.run(left, arguments) == 0
+    rows = list(attention.read(path).values())
+    assert len(rows) == 4 and attention.left(cells, attention.read(path)) == []
+    assert all(row["commit"] == "x" for row in rows) and sum("error" in row for row in rows) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().out
+
+
+def test_a_lost_gpu_ends_the_run_with_one_row_for_its_cause(small, monkeypatch, tmp_path):
+    class Lost(Clock):
+        def healthy(self) -> bool:
+            return False
+
+    monkeypatch.setattr(attention, "Stopwatch", lambda: Lost(1.0))
+    monkeypatch.setattr(attention, "provenance", lambda *_: {})
+    path = tmp_path / "rows.jsonl"
+    cell = Cell(Case(32, 128, "causal", "forward"), tuple(map(Contender, ("eager", "gluon", "sdpa"))))
+    assert attention.run([cell], attention.parse(["--output", str(path), "--jobs", "0"])) == 3
+    assert [row["kernel"] for row in attention.read(path).values()] == ["gluon"]
+    (left,) = attention.left([cell], attention.read(path))
+    assert [contender.kernel for contender in left.contenders] == ["eager", "sdpa"]
+
+
 @pytest.mark.parametrize("state", ["one hop", "carried"])
 def test_hops_of_a_ring_run_through_the_kernel_protocol(small, state):
     cell = Cell(Case(32, 128, "causal", "forward"), (Contender("eager", state),))
