@@ -174,8 +174,8 @@ def linear(rows: list[dict]) -> str:
         mine = [row for row in long if row["name"] == name]
         ratios.append(sum(row["bytes"] for row in mine) / sum(row["once_bytes"] for row in mine))
     return (
-        f"Ours moves {min(ratios):.2f} to {max(ratios):.2f} times each tensor once, forward and backward together, from "
-        f"{names[0]} to {names[-1]} tokens."
+        f"Ours moves {min(ratios):.2f} to {max(ratios):.2f} times each tensor once, forward and backward together, "
+        f"from {names[0]} to {names[-1]} tokens."
     )
 
 
