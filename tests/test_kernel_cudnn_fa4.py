@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import played
 import pytest
 import torch
@@ -165,22 +166,26 @@ def test_the_pieces_of_a_view_are_cut_once():
     assert pieces.few(view) is pieces.few(view) and len(pieces.few(view)) == 7
 
 
-def test_dk_and_dv_of_overlapping_pieces_are_summed_in_fp32_before_they_are_rounded(kernel):
-    q, k, v, dout, _ = inputs(dtype=torch.bfloat16)
-    lo, hi = ringflash.mask.intervals(96, 96, causal=True, window=10)
+@pytest.mark.parametrize("name", ["thirty keys ahead", "any"])
+def test_pieces_that_overlap_are_summed_in_fp32_before_they_are_rounded(kernel, name, monkeypatch):
+    monkeypatch.setattr(pieces, "MOST", 1000)
+    row = np.arange(96, dtype=np.int32)
+    ahead = (row, np.minimum(row + 30, 96))  # its last band: a mirrored square, a rectangle and a square share rows
+    lo, hi = ahead if name != "any" else (x.numpy() for x in masks_of("any")["intervals"])
     view = ringflash.mask.plan_one_device(96, lo, hi).views[0]
+    q, k, v, dout, _ = inputs(dtype=torch.bfloat16)
     module = KERNELS[kernel]
-    state = ringflash.kernels.State(None, torch.empty_like(q), torch.empty(1, 6, 96))
-    module.forward(q, k, v, view, state, scale=0.2, first=True, last=True)
-    delta = module.delta(state.out, dout, None)
-    grads = []
+    results = []
     for dtype in (torch.float32, torch.bfloat16):
+        acc = torch.empty_like(q, dtype=torch.float32) if dtype == torch.float32 else None
+        state = ringflash.kernels.State(acc, torch.empty_like(q), torch.empty(1, 6, 96))
+        module.forward(q, k, v, view, state, scale=0.2, first=True, last=True)
+        delta = module.delta(state.out, dout, None)
         dq = torch.ones_like(q, dtype=torch.float32)
         dk, dv = (torch.full_like(k, torch.nan, dtype=dtype) for _ in range(2))
         module.backward(dout, q, k, v, state.lse, delta, view, dq, dk, dv, scale=0.2, deterministic=False)
-        grads.append((dq, dk, dv))
-    assert torch.equal(grads[0][0], grads[1][0])
-    assert all(torch.equal(full.bfloat16(), half) for full, half in zip(grads[0][1:], grads[1][1:], strict=True))
+        results.append((state.out, state.lse, dq, dk.bfloat16(), dv.bfloat16()))
+    assert all(torch.equal(full, half) for full, half in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2**-16), (torch.float16, 2**-22)], ids=str)

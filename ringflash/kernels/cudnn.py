@@ -99,9 +99,8 @@ def differentiate(
     sign = (scale > 0) - (scale < 0)
     q, scale = pieces.positive(q, scale)
     b_q, b_k, b_v = (walkable(x).transpose(1, 2) for x in (q, k, v))
-    # torch may reuse a plan that it made for other strides of dout and out: give it always the strides of its own out
-    b_dout = torch.empty_like(b_q).copy_(dout.transpose(1, 2))
-    b_out = torch.empty_like(b_q).copy_(stand_in(dout, delta.transpose(1, 2)).transpose(1, 2))
+    b_dout = _ordered(dout.transpose(1, 2), b_q)
+    b_out = _ordered(stand_in(dout, delta.transpose(1, 2)).transpose(1, 2), b_q)
     grads = _cudnn_backward(b_dout, b_q, b_k, b_v, b_out, lse[..., None].contiguous(), causal=causal, scale=scale)
     dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
     return dq * sign if sign < 1 else dq, dk, dv
@@ -136,6 +135,13 @@ def walkable(x: torch.Tensor) -> torch.Tensor:
     if x.stride(-1) == 1 and 0 not in x.stride() and all(unit % UNIT_BYTES == 0 for unit in units):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _ordered(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """x in the memory order of torch's own out. torch's plans did not always know the strides of out and dout."""
+    if x.stride() == torch.empty_like(q, device="meta").stride() and x.data_ptr() % UNIT_BYTES == 0:
+        return x
+    return torch.empty_like(q).copy_(x)
 
 
 def _thin(q: torch.Tensor, k: torch.Tensor) -> bool:
