@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from ringflash.kernels import State
-from ringflash.kernels.triton import launch
+from ringflash.kernels.triton import launch, specialised
 from ringflash.kernels.triton.tiling import HEAD_DIMS
 from ringflash.mask import View, intervals
 
@@ -52,6 +52,7 @@ PRODUCTS = {
     "gfx942": re.compile(r"\bv_mfma"),
 }
 KERNELS = ("forward", "keys", "queries")
+SPLIT = ("split", "split whole")  # the forward with specialised warps, masked or not: sm_90, and one triton
 
 
 class Compiled(NamedTuple):
@@ -127,10 +128,12 @@ def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
     k, v = (torch.empty(1, length, 2, width, dtype=dtype) for _ in "12")
     lse = torch.empty(1, 4, length)
     segments = np.array([[0, 500], [600, 524]]) if ragged else np.array([[0, length]])
-    view = View(*(x[:length] for x in intervals(length, length, causal=True)), segments, segments)
-    if kernel == "forward":
+    bounds = intervals(length, length, causal=kernel != "split whole")
+    view = View(*bounds, segments, segments)
+    if kernel == "forward" or kernel in SPLIT:
         state = State(torch.empty(q.shape), q, lse)
-        launch.forward(q, k, v, view, state, scale=0.1, first=False, last=False)
+        forward = launch.forward if kernel == "forward" else specialised.split
+        forward(q, k, v, view, state, scale=0.1, first=False, last=False)
     elif kernel == "keys":
         launch.key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)
     else:
@@ -138,7 +141,7 @@ def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
 
 
 def compile_offline(arch: str, width: int, dtype: torch.dtype, kernel: str, ragged: bool = False) -> Compiled:
-    """Compile one kernel ("forward", "keys", "queries") for an arch of TARGETS; raises what the compiler raises."""
+    """Compile one kernel of KERNELS or SPLIT for an arch of TARGETS; raises what the compiler raises."""
     compiled = []
     launching = triton.runtime.jit.JITFunction.run
 
@@ -189,6 +192,8 @@ def main(arches: list[str]) -> list[dict]:
         for width in some
         for kernel in KERNELS
     ]
+    if "sm_90" in arches and triton.__version__.startswith(specialised.COMPILER):
+        cases += [("sm_90", width, torch.bfloat16, kernel) for width in specialised.HEAD_DIMS for kernel in SPLIT]
     rows = []
     with ProcessPoolExecutor(2) as pool:
         for row in pool.map(_row, cases):

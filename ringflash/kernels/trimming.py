@@ -36,7 +36,7 @@ def trimmed(view: View) -> Trimmed:
     Keys before the first visible one, in a block of several segments, are cut in runs of ALIGNMENT: a window hides them
     and they are no padding, while a first segment of odd length would cost every tile its alignment.
     """
-    return view._memo("trimmed", lambda: _trim(view))
+    return view.memo("trimmed", lambda: _trim(view))
 
 
 def _trim(view: View) -> Trimmed:

@@ -83,7 +83,7 @@ def _keys_step(
         b_dv1 = tl.dot(b_p.to(b_do1.dtype), b_do1, b_dv1, input_precision=PRECISION)
         b_dp = tl.dot(b_v1, b_do1.T, b_dp, input_precision=PRECISION)
     b_delta = stream_numbers(numbers[1], delta, o_head + row, count, BQ)
-    if MASK:
+    if MASK and numbers[1] is not None:  # behind `count` stands a row of the next head, or of the padding
         b_delta = tl.where(m_q, b_delta, 0.0)
     b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q0.dtype)
     b_dk0 = tl.dot(b_ds, b_q0, b_dk0, input_precision=PRECISION)

@@ -95,7 +95,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, kernel: str, q: torch.Tensor, view: View) -> Work:
-        return view._memo((cls, kernel, q.shape[3], q.dtype, q.device), lambda: cls._made(kernel, q, view))
+        return view.memo((cls, kernel, q.shape[3], q.dtype, q.device), lambda: cls._made(kernel, q, view))
 
     @classmethod
     def _made(cls, kernel: str, q: torch.Tensor, view: View) -> Work:

@@ -55,7 +55,7 @@ class Below(NamedTuple):
 
 def below(view: View, device: torch.device) -> Below | None:
     """The view in that form; None where the rows of a query tile do not all see the first keys of its range."""
-    return view._memo((Below, device), lambda: _below(view, device))
+    return view.memo((Below, device), lambda: _below(view, device))
 
 
 def _below(view: View, device: torch.device) -> Below | None:
@@ -78,7 +78,7 @@ def _below(view: View, device: torch.device) -> Below | None:
 def form_of(q, k, v, view: View, *, first: bool, last: bool) -> Form:
     """Which forward kernel these tensors and this view take, and why."""
     keys, view = trimmed(view).keys, trimmed(view).of_keys
-    reason = _unfit(q, k[:, keys], v[:, keys])
+    reason = unfit(q, k[:, keys], v[:, keys])
     if reason:
         return Form("looped", reason)
     seen = below(view, q.device)
@@ -90,7 +90,7 @@ def form_of(q, k, v, view: View, *, first: bool, last: bool) -> Form:
     return Form("specialised", "the mask bounds the keys from above only" if seen.masked else "every tile is whole")
 
 
-def _unfit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def unfit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why no view of these tensors can take the specialised kernel, here; None if some can."""
     if launch.interpreting():
         return "Triton's interpreter has no warps"
