@@ -25,6 +25,7 @@ from .keys_kernel import (
     issue_scores,
     new_buffers,
     num_steps_of,
+    positions_of,
     producer,
     store_gradients,
     tile_of_step,
@@ -117,7 +118,7 @@ def _consumer(
     k_columns = matrix(k_s).slice(C * (D // 2), D // 2, dim=1)
     q_full, _, _ = barriers
     scale, scale_log2, dq_scale = scales
-    b_key = position + C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, TL))
+    b_key = positions_of(position, grads[4], C, TL)
     b_dk = gl.zeros([64, D], gl.float32, KL)
     b_dv = gl.zeros([64, D], gl.float32, KL)
     mbarrier.wait(kv_full, 0)
@@ -146,10 +147,10 @@ def all_gradients(
     i_bg = gl.program_id(0) // num_tiles
     i_b = i_bg // num_groups
     i_g = i_bg % num_groups
-    walk = walk_of(ranges, i_tile, num_q_tiles)
     row = gl.load(k_tiles + 3 * i_tile)
     position = gl.load(k_tiles + 3 * i_tile + 1)
     count = gl.load(k_tiles + 3 * i_tile + 2)
+    walk = walk_of(ranges, i_tile, num_q_tiles, count)
     p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
     p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
     num_masked = num_steps_of(walk, False) * group

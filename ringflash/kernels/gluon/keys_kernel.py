@@ -58,10 +58,22 @@ def tile_of_step(walk, i, PLAIN: gl.constexpr):
 
 
 @gluon.jit
-def walk_of(ranges, i_tile, num_q_tiles):
-    """(v0, f0, f1, v1, shift) of a key tile: see `range_of` and `tile_of_step`."""
+def walk_of(ranges, i_tile, num_q_tiles, count):
+    """(v0, f0, f1, v1, shift) of a key tile: see `range_of` and `tile_of_step`.
+
+    Behind the end of a short tile (count < 128) lie another tile's keys, which dq must not see: all steps are masked.
+    """
     v0, f0, f1, v1 = range_of(ranges, i_tile, num_q_tiles)
+    f0 = gl.where(count < 128, v1, f0)
+    f1 = gl.where(count < 128, v1, f1)
     return v0, f0, f1, v1, 2 * i_tile % gl.maximum(f1 - f0, 1)
+
+
+@gluon.jit
+def positions_of(position, count, C: gl.constexpr, TL: gl.constexpr):
+    """The positions of consumer C's 64 keys; behind a short tile's end one that no query sees."""
+    o_key = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, TL))
+    return gl.where(o_key < count, position + o_key, 2147483647)
 
 
 @gluon.jit
@@ -205,7 +217,7 @@ def _consumer(
     k_half = matrix(k_s).slice(C * 64, 64, dim=0)
     v_half = matrix(v_s).slice(C * 64, 64, dim=0)
     q_full, _, _ = barriers
-    b_key = position + C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, TL))
+    b_key = positions_of(position, grads[4], C, TL)
     b_dk = gl.zeros([64, D], gl.float32, KL)
     b_dv = gl.zeros([64, D], gl.float32, KL)
     mbarrier.wait(kv_full, 0)
@@ -238,10 +250,10 @@ def keys(
     i_bg = gl.program_id(0) // num_tiles
     i_b = i_bg // num_groups
     i_g = i_bg % num_groups
-    walk = walk_of(ranges, i_tile, num_q_tiles)
     row = gl.load(k_tiles + 3 * i_tile)
     position = gl.load(k_tiles + 3 * i_tile + 1)
     count = gl.load(k_tiles + 3 * i_tile + 2)
+    walk = walk_of(ranges, i_tile, num_q_tiles, count)
     p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
     p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
     num_masked = num_steps_of(walk, False) * group

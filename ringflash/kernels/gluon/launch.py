@@ -209,6 +209,6 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
         descriptor(walkable(dout), 64),
         rows_argument(dq), from_row(lse, rows.start), from_row(delta, rows.start), *work.tables,
         scale, sharp * LOG2E, work.num_busy, work.num_full, heads, heads // k.shape[2], lse.shape[2],
-        D=columns(width), WIDTH=width, BK=tiles.block_k, STAGES=tiles.num_stages, REGISTERS=tiles.registers,
-        num_warps=4,
+        D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
+        REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip

@@ -34,11 +34,11 @@ from .walk import (
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, dout_desc, shared, walk, head, k_tiles, STAGES: gl.constexpr):
+def _producer(q_desc, k_desc, v_desc, dout_desc, shared, walk, head, k_tiles, NC: gl.constexpr, STAGES: gl.constexpr):
     q_s, dout_s, k_s, v_s, q_full, k_full, k_free, v_full, v_free = shared
     v0, f0, f1, v1, row = walk
     i_b, i_h, i_g = head
-    for c in gl.static_range(2):
+    for c in gl.static_range(NC):
         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
         tma_load(q_desc, [i_b, i_h, row + c * 64, 0], q_full.index(c), q_s.index(c))
         tma_load(dout_desc, [i_b, i_h, row + c * 64, 0], q_full.index(c), dout_s.index(c))
@@ -137,7 +137,8 @@ def _consumer(
 def queries(
     q_desc, k_desc, v_desc, dout_desc, dq, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
     scale, scale_log2, num_tiles, num_full, num_heads, group, num_rows,
-    D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Add to dq of one (query tile, batch, head) all key tiles that it sees. num_full, *_desc: as in the forward.
 
@@ -153,18 +154,31 @@ def queries(
     p_dq = dq[0] + (i_b.to(gl.int64) * dq[1] + row.to(gl.int64) * dq[2] + i_h.to(gl.int64) * dq[3])
     o_lse = i_bh.to(gl.int64) * num_rows + row
 
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, 64, D], q_desc.layout)
-    dout_s = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, 64, D], dout_desc.layout)
-    q_full = new_barriers(2, 1)
-    k_s, k_full, k_free = new_ring(k_desc, STAGES, 2)
-    v_s, v_full, v_free = new_ring(v_desc, STAGES, 2)
+    BUFFERS: gl.constexpr = NC if NC != 3 else 4  # a power of two
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, 1, 64, D], q_desc.layout)
+    dout_s = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, 1, 64, D], dout_desc.layout)
+    q_full = new_barriers(BUFFERS, 1)
+    k_s, k_full, k_free = new_ring(k_desc, STAGES, NC)
+    v_s, v_full, v_free = new_ring(v_desc, STAGES, NC)
     fence_async_shared()
     shared = (q_s, dout_s, k_s, v_s, q_full, k_full, k_free, v_full, v_free)
     walk = (v0, f0, f1, v1, row)
-    gl.warp_specialize([
-        (_consumer, (shared, walk, count, p_dq, lse + o_lse, delta + o_lse, lo + row, hi + row, dq[2], scale,
-                     scale_log2, k_tiles, 0, D, WIDTH, BK, STAGES)),
-        (_consumer, (shared, walk, count, p_dq, lse + o_lse, delta + o_lse, lo + row, hi + row, dq[2], scale,
-                     scale_log2, k_tiles, 1, D, WIDTH, BK, STAGES)),
-        (_producer, (q_desc, k_desc, v_desc, dout_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, STAGES)),
-    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    head = (i_b, i_h, i_h // group)
+    if NC == 3:
+        gl.warp_specialize([
+            (_consumer, (shared, walk, count, p_dq, lse + o_lse, delta + o_lse, lo + row, hi + row, dq[2], scale,
+                         scale_log2, k_tiles, 0, D, WIDTH, BK, STAGES)),
+            (_consumer, (shared, walk, count, p_dq, lse + o_lse, delta + o_lse, lo + row, hi + row, dq[2], scale,
+                         scale_log2, k_tiles, 1, D, WIDTH, BK, STAGES)),
+            (_consumer, (shared, walk, count, p_dq, lse + o_lse, delta + o_lse, lo + row, hi + row, dq[2], scale,
+                         scale_log2, k_tiles, 2, D, WIDTH, BK, STAGES)),
+            (_producer, (q_desc, k_desc, v_desc, dout_desc, shared, walk, head, k_tiles, NC, STAGES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (shared, walk, count, p_dq, lse + o_lse, delta + o_lse, lo + row, hi + row, dq[2], scale,
+                         scale_log2, k_tiles, 0, D, WIDTH, BK, STAGES)),
+            (_consumer, (shared, walk, count, p_dq, lse + o_lse, delta + o_lse, lo + row, hi + row, dq[2], scale,
+                         scale_log2, k_tiles, 1, D, WIDTH, BK, STAGES)),
+            (_producer, (q_desc, k_desc, v_desc, dout_desc, shared, walk, head, k_tiles, NC, STAGES)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
