@@ -11,6 +11,7 @@ from .kernels import KERNELS
 from .kernels.choice import Choice, choose
 from .layout import Layout
 from .layouts.striped import stripe
+from .mask import Plan, plan_one_device
 
 
 def attention(
@@ -157,7 +158,8 @@ def explain(
     if layout is None:
         lo, hi = mask.intervals(q.shape[1], k.shape[1])
         pairs = int((hi.astype("int64") - lo).clip(0).sum())
-        return Explanation(*choice, (0,) if pairs else (), 0, 0, 0, pairs, 1.0, ())
+        plan = plan_one_device(k.shape[1], lo, hi)
+        return Explanation(*choice, plan.hops, 0, 0, 0, pairs, 1.0, tuple(_pieces(choice.kernel, plan)))
     return _explain_ring(q, k, layout, mask, choice)
 
 
@@ -179,13 +181,22 @@ def _explain_ring(
         1 if plan.hops and plan.hops[-1] else 0
     )  # of fp32 gradients, the way home too
     heads = _heads_bytes(q, k, layout)
-    warnings = []
+    warnings = _pieces(choice.kernel, plan)
     if ring.layout_name == "striped" and (size := stripe(layout.seq_len, ring.ring_size, ring.ulysses)) < 64:
         warnings.append(f"stripes of {size} tokens are shorter than a tile: choose a length whose S / n divides by 64")
     forward = sends * block * k.element_size() + heads[0]
     backward = sends * block * k.element_size() + trips * block * 4 + heads[1]
     share = pairs / mean if mean else 1.0
     return Explanation(*choice, plan.hops, sends, forward, backward, pairs, share, tuple(warnings))
+
+
+def _pieces(kernel: str, plan: Plan) -> list[str]:
+    """What a kernel that computes hops in pieces makes of each; ValueError, as in `attention`, for too many."""
+    few = getattr(KERNELS[kernel], "few", None)
+    counts = [len(few(view)) for view in plan.views if view] if few else []
+    if max(counts, default=1) < 2:
+        return []
+    return [f"kernel {kernel} cuts this rank's hops into {counts} pieces and joins them; kernel='triton' needs no cut"]
 
 
 def _heads_bytes(q: torch.Tensor, k: torch.Tensor, layout: Layout) -> tuple[int, int]:

@@ -58,20 +58,21 @@ def backward(
 
     dout: [B, L, H, D]; lse, delta: [B, H, L] fp32, over the keys of all ranks (`Kernel.delta`, once a backward)
     deterministic: see `Kernel.backward`
-    rounded: dk and dv come in k's type where one hop is all there is; False: nobody has summed them up yet
-    returns dq [B, L, H, D] and dk, dv [B, L, G, D], fp32 but for `rounded`
+    rounded: False where dk and dv are summed with those of others afterwards, so must not be rounded yet
+    returns dq [B, L, H, D] and dk, dv [B, L, G, D], fp32, or in q's type where one hop is all there is
     """
     hops = plan.hops
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     run = functools.partial(kernel.backward, scale=scale, deterministic=deterministic)
     if hops in ((), (0,)):
         dtype = k.dtype if rounded else torch.float32
         dk, dv = (torch.empty(k.shape, dtype=dtype, device=k.device) for _ in range(2))
+        dq = torch.zeros_like(q) if q.dtype == torch.float32 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.last < 0:
-            return dq, dk.zero_(), dv.zero_()
+            return dq.zero_(), dk.zero_(), dv.zero_()
         assert plan.views[0] is not None
         run(dout, q, k, v, lse, delta, plan.views[0], dq, dk, dv)
         return dq, dk, dv
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     total = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)  # dk, dv of the block visiting now
     fresh, spare = torch.empty_like(total), torch.empty_like(total)
     moving: Pending | None = None

@@ -251,3 +251,12 @@ def test_explain_refuses_what_attention_refuses(kernel):
     q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=f"kernel='{kernel}': kernel '{kernel}' needs an NVIDIA GPU"):
         ringflash.explain(q, q, q, kernel=kernel)
+
+
+def test_explain_counts_the_pieces_and_refuses_too_many(kernel):
+    q = torch.empty(1, 96, 2, 64, dtype=torch.bfloat16)
+    (warning,) = ringflash.explain(q, q, q, kernel=kernel, window=16).warnings
+    assert f"kernel {kernel} cuts this rank's hops into [11] pieces" in warning
+    assert not ringflash.explain(q, q, q, kernel=kernel).warnings
+    with pytest.raises(ValueError, match="into 96 full rectangles"):
+        ringflash.explain(q, q, q, kernel=kernel, window=1)

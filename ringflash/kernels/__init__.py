@@ -55,7 +55,7 @@ class Kernel(Protocol):
     ) -> None:  # fmt: skip
         """Gradients of one hop from the lse [B, H, L] and delta over *all* keys.
 
-        dq: [B, L, H, D] fp32, added to
+        dq: [B, L, H, D]: fp32 is added to; q's half type, where one hop is all there is, is written, every row
         dk, dv: [B, K, G, D], every row written (0 where nobody looks); fp32, or k's type where one hop is all there is
         deterministic: the same call gives the same bits; otherwise dq may be summed in any order
         """

@@ -113,6 +113,7 @@ def backward(
     """See `kernels.Kernel.backward`."""
     groups = k.shape[2]
     dk_total, dv_total = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (dk, dv))
+    dq_total = dq if dq.dtype == torch.float32 else torch.zeros_like(dq, dtype=torch.float32)
     for rows, slabs in _slabs(view, q.device):
         if not slabs:
             continue
@@ -134,6 +135,8 @@ def backward(
             dscores = (b_dout @ b_v.mT).sub_(b_delta).mul_(weights).mul_(scale)
             b_dq += dscores @ b_k
             dk_total[:, keys] += (dscores.flatten(2, 3).mT @ b_q.flatten(2, 3)).transpose(1, 2)
-        dq[:, rows] += b_dq.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        dq_total[:, rows] += b_dq.permute(0, 3, 1, 2, 4).flatten(2, 3)
     dk.copy_(dk_total)
     dv.copy_(dv_total)
+    if dq_total is not dq:
+        dq.copy_(dq_total)

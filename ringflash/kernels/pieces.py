@@ -151,21 +151,25 @@ def backward(
     if (cover != 1).any():
         for total in totals:
             total.zero_()
+    added = dq
+    if dq.dtype != torch.float32:
+        once = _cover([part.rows for part in parts], q.shape[1]).max(initial=0) < 2
+        added = dq.zero_() if once else torch.zeros_like(dq, dtype=torch.float32)
     written = np.zeros(k.shape[1], bool)
     for rows, keys, causal, mirrored in parts if q.numel() else ():
         tensors = _turn(1, mirrored, dout[:, rows], q[:, rows], k[:, keys], v[:, keys])
         statistics = _turn(2, mirrored, lse[:, :, rows], delta[:, :, rows])
         b_dq, *grads = _turn(1, mirrored, *differentiate(*tensors, *statistics, causal=causal, scale=scale))
-        dq[:, rows] += b_dq
+        added[:, rows] += b_dq
         for total, grad in zip(totals, grads, strict=True):
             if written[keys].any():
                 total[:, keys] += grad
             else:
                 total[:, keys] = grad
         written[keys] = True
-    if not direct:
-        dk.copy_(totals[0])
-        dv.copy_(totals[1])
+    for grad, total in ((dq, added), (dk, totals[0]), (dv, totals[1])):
+        if total is not grad:
+            grad.copy_(total)
 
 
 def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...mask import View
+from .. import triton
 from .tiling import BACKWARD_DIMS, HEAD_DIMS
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ TYPES = (torch.bfloat16, torch.float16)
 
 
 def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:
-    """See `kernels.Kernel.refuses`. Always deterministic, any number of hops."""
+    """See `kernels.Kernel.refuses`. Deterministic where asked, any number of hops."""
     try:
         from triton.experimental import gluon  # noqa: F401
     except ImportError as error:
@@ -64,13 +65,13 @@ def backward(
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
-    from ..triton import launch as portable
     from . import launch
 
     with torch.cuda.device_of(q):
-        if deterministic or q.shape[3] not in BACKWARD_DIMS:
-            engine = launch if q.shape[3] in BACKWARD_DIMS else portable
-            engine.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
-            engine.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)
+        if q.shape[3] not in BACKWARD_DIMS:
+            triton.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale, deterministic=True)
+        elif deterministic:
+            launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
+            launch.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)
         else:
             launch.all_gradients(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale)

@@ -160,8 +160,11 @@ def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float
 
 
 def all_gradients(dout, q, k, v, lse, delta, view: View, dq, dk, dv, *, scale: float) -> None:
-    """Launch `fused_kernel.all_gradients`: dk and dv are written, dq is added to, in an order that varies."""
-    _by_key_tile("fused", dout, q, k, v, lse, delta, view, (dk, dv), dq, scale=scale)
+    """Launch `fused_kernel.all_gradients`: dk and dv are written, dq is summed up in fp32 in an order that varies."""
+    total = dq if dq.dtype == torch.float32 else torch.zeros_like(dq, dtype=torch.float32)
+    _by_key_tile("fused", dout, q, k, v, lse, delta, view, (dk, dv), total, scale=scale)
+    if total is not dq:
+        dq.copy_(total)
 
 
 def _by_key_tile(
@@ -195,20 +198,25 @@ def _by_key_tile(
 
 
 def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -> None:
-    """Launch `queries_kernel.queries`: add to dq."""
+    """Launch `queries_kernel.queries`: add to dq, or write every row of it where it is no fp32."""
     rows, keys, _, view = trimmed(view)
+    adds = dq.dtype == torch.float32
+    if not adds and rows.stop - rows.start < dq.shape[1]:
+        dq[:, : rows.start].zero_()
+        dq[:, rows.stop :].zero_()
     dout, q, k, v, dq = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], dq[:, rows]
     batch, _, heads, width = q.shape
     work = Work.of("queries", q, view)
-    if not work.num_busy:
+    num_tiles = work.num_busy if adds else work.num_tiles
+    if not num_tiles:
         return
     q, sharp = sharpened(q, scale)
     tiles = work.tiling
-    queries_kernel.queries[grid(work.num_busy, batch, heads)](
+    queries_kernel.queries[grid(num_tiles, batch, heads)](
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
         descriptor(walkable(dout), 64),
         rows_argument(dq), from_row(lse, rows.start), from_row(delta, rows.start), *work.tables,
-        scale, sharp * LOG2E, work.num_busy, work.num_full, heads, heads // k.shape[2], lse.shape[2],
+        scale, sharp * LOG2E, num_tiles, work.num_full, heads, heads // k.shape[2], lse.shape[2],
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
         REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip

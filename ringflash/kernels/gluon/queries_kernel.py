@@ -130,7 +130,10 @@ def _consumer(
     o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
     p_row = p_dq + (o_row.to(gl.int64) * dq_row)[:, None] + o_column[None, :]
     m_row = inside(o_row, count, o_column, D, WIDTH)
-    gl.store(p_row, b_dq * scale + gl.load(p_row, mask=m_row, other=0.0), mask=m_row)
+    b_dq = b_dq * scale
+    if p_dq.dtype.element_ty == gl.float32:
+        b_dq += gl.load(p_row, mask=m_row, other=0.0)
+    gl.store(p_row, b_dq.to(p_dq.dtype.element_ty), mask=m_row)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows"])
@@ -140,7 +143,9 @@ def queries(
     D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Add to dq of one (query tile, batch, head) all key tiles that it sees. num_full, *_desc: as in the forward.
+    """dq of one (query tile, batch, head) from all key tiles that it sees: added to fp32, written to half types.
+
+    num_full, *_desc: as in the forward.
 
     scale: of dq; scale_log2: of the scores, > 0.
     """

@@ -1,8 +1,7 @@
 """Attention of one hop in Triton: NVIDIA and AMD GPUs, and CPUs under TRITON_INTERPRET=1.
 
 The four functions of `kernels.Kernel`. triton is imported when one of them is called, so that `import ringflash` works
-without it. `launch` is the host side, `forward_kernel` and `backward_kernels` are the device side; `specialised` and
-`specialised_kernel` are another forward, for Hopper, where it serves and has been seen to compute right.
+without it. `launch` is the host side, `forward_kernel` and `backward_kernels` are the device side.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ def forward(
     scale: float, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.forward`."""
-    from . import specialised
+    from . import launch
 
     with torch.cuda.device_of(q):
-        specialised.forward(q, k, v, view, state, scale=scale, first=first, last=last)
+        launch.forward(q, k, v, view, state, scale=scale, first=first, last=last)
 
 
 def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
@@ -66,4 +65,7 @@ def backward(
 
     with torch.cuda.device_of(q):
         launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
-        launch.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)
+        total = dq if dq.dtype == torch.float32 else torch.zeros_like(dq, dtype=torch.float32)
+        launch.query_gradient(dout, q, k, v, lse, delta, view, total, scale=scale)
+        if total is not dq:
+            dq.copy_(total)
