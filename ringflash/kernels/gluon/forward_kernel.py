@@ -1,14 +1,19 @@
 """The forward kernel for sm_90: one query tile against the range of visiting key tiles that it sees. Device code only.
 
 A program is NC consumers of four warps, each with 64 queries, and one producer warp that fills rings of key and value
-tiles by TMA. A consumer issues S(j) = Q K(j)^T and O += P(j-1) V(j-1) together and computes softmax(j) while the second
-runs. Inside, lse and maximum are in base 2; at the door natural.
+tiles by TMA. A consumer issues S(j) = Q K(j)^T, scales O by what softmax(j-1) found, issues O += P(j-1) V(j-1) and
+computes softmax(j) while that runs. Inside, lse and maximum are in base 2; at the door natural.
+
+The maximum of a row is one that P, sum and O are relative to, not always the largest score: it is renewed only when a
+score exceeds it by more than SLACK. The final division and lse use the same maximum, so nothing is approximated; P
+reaches 2^SLACK instead of 1. Without slack nearly every tile raises some row, and all of O is multiplied by 1.
 Sources: FlashAttention-3, arXiv:2407.08608 (specialised warps, the two overlapping products); FlashAttention-2,
-arXiv:2307.08691 (late division).
+arXiv:2307.08691 (late division); FlashAttention-4 (O is scaled only where the maximum has grown much).
 """
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,33 +26,85 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .walk import (
     LN2,
     LOG2E,
-    arrive_free,
-    fill,
     fresh,
     inside,
     masked_keys,
     matrix,
     new_barriers,
-    new_ring,
+    new_stages,
     range_of,
+    tile_and_head,
     tile_at,
     tma_load,
     wait_full,
 )
 
+SLACK = gl.constexpr(8.0)  # log2: 2^8 is far from 65504, where fp16 ends
+# The first of the named barriers that say that a buffer is free, at most 4 a ring. Gluon's arrival at an mbarrier has
+# the warps of a consumer wait for each other, these do not. Of the 16 that there are Triton takes 0 and 1, and one from
+# 2 on for each partition.
+K_FREE = gl.constexpr(8)
+V_FREE = gl.constexpr(12)
+
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, NC: gl.constexpr, STAGES: gl.constexpr):
-    q_s, k_s, v_s, q_full, k_full, k_free, v_full, v_free = shared
+def _arrive(barrier, NC: gl.constexpr):
+    """Signal, without waiting, one of the named barriers at which NC consumers and the producer meet."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,n", [barrier, NC * 128 + 32], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _wait(barrier, NC: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,n", [barrier, NC * 128 + 32], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _fill(desc, at, ring, full, FREE: gl.constexpr, j, STAGES: gl.constexpr, NC: gl.constexpr):
+    """Wait until buffer j % STAGES is free, and start to fill it with the block of `desc` at `at`."""
+    stage = j % STAGES
+    if j >= STAGES:
+        _wait(FREE + stage, NC)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    tma_load(desc, at, full.index(stage), ring.index(stage))
+
+
+@gluon.jit
+def _start_of(k_tiles, i_tile, num_full, BK: gl.constexpr):
+    """The local start of a key tile; not loaded where tiles are regular, because TMA would wait for it."""
+    start = i_tile * BK
+    if num_full == 0:
+        start = gl.load(k_tiles + 3 * i_tile)
+    return start
+
+
+@gluon.jit
+def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, num_full, NC: gl.constexpr, STAGES: gl.constexpr):
+    """K(j) is asked for before V(j-1), as it is needed and as its buffer falls free."""
+    q_s, k_s, v_s, q_full, k_full, v_full = shared
     v0, f0, f1, v1, row = walk
     i_b, i_h, i_g = head
+    BK: gl.constexpr = k_desc.block_type.shape[2]
+    num_steps = v1 - v0
     for c in gl.static_range(NC):
         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
         tma_load(q_desc, [i_b, i_h, row + c * 64, 0], q_full.index(c), q_s.index(c))
-    for j in range(v1 - v0):
-        start = gl.load(k_tiles + 3 * tile_at(j, v0, f0, f1, v1))
-        fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, k_free, j, STAGES)
-        fill(v_desc, [i_b, i_g, start, 0], v_s, v_full, v_free, j, STAGES)
+    if num_steps > 0:
+        start = _start_of(k_tiles, tile_at(0, v0, f0, f1, v1), num_full, BK)
+        _fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, K_FREE, 0, STAGES, NC)
+        for j in range(1, num_steps):
+            before = start
+            start = _start_of(k_tiles, tile_at(j, v0, f0, f1, v1), num_full, BK)
+            _fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, K_FREE, j, STAGES, NC)
+            _fill(v_desc, [i_b, i_g, before, 0], v_s, v_full, V_FREE, j - 1, STAGES, NC)
+        _fill(v_desc, [i_b, i_g, start, 0], v_s, v_full, V_FREE, num_steps - 1, STAGES, NC)
+    # signals that no buffer waits for are taken as well: a program leaves its named barriers as it found them
+    for j in range(gl.maximum(num_steps - STAGES, 0), num_steps):
+        _wait(K_FREE + j % STAGES, NC)
+        _wait(V_FREE + j % STAGES, NC)
 
 
 @gluon.jit
@@ -57,16 +114,59 @@ def _sum_in_thread(b_p):
 
 
 @gluon.jit
-def _softmax(b_s, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, i_tile, MASK: gl.constexpr):
-    """(p, maximum, sum, factor for what was accumulated before) after the scores of one key tile."""
-    if MASK:
-        b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, i_tile)
-    b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale_log2)
-    b_safe = gl.where(b_new == float("-inf"), 0.0, b_new) if MASK else b_new
+def _softmax(b_s, b_max, b_sum, scale_log2):
+    """(p, maximum in use, sum, factor for what was accumulated before) after the masked scores of one key tile."""
+    b_top = gl.max(b_s, 1) * scale_log2
+    b_new = gl.where(b_top - b_max <= SLACK, b_max, b_top)  # -inf - -inf is NaN, and stays -inf
+    b_safe = gl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = gl.exp2(b_s * scale_log2 - b_safe[:, None])
     b_shrink = gl.exp2(b_max - b_safe)
     b_sum = b_sum * gl.convert_layout(b_shrink, gl.SliceLayout(1, b_sum.type.layout))[:, None] + _sum_in_thread(b_p)
     return b_p, b_new, b_sum, b_shrink
+
+
+@triton.constexpr_function
+def _scale_ptx(n):
+    """PTX that multiplies a thread's n accumulators, by turns two of each of its two rows, unless all its warp's
+    factors are 1."""
+    copies = "".join(f"mov.f32 ${i}, ${n + i}; " for i in range(n))
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * n + i % 4 // 2 * 2}; " for i in range(n))
+    changed = f"setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p; "
+    vote = "vote.sync.any.pred p, p, 0xffffffff; "
+    return "{ .reg .pred p; " + changed + vote + copies + "@!p bra.uni DONE; " + products + "DONE: }"
+
+
+@triton.constexpr_function
+def _scale_registers(n):
+    return ",".join(["=f"] * n + ["f"] * (2 * n))
+
+
+@gluon.jit
+def _scaled(b_acc, b_factor, OL: gl.constexpr):
+    """b_acc times b_factor of its row. A branch of each warp, since there is hardly ever something to do; inline,
+    because Gluon's own branch is one of the whole partition and costs a barrier."""
+    b_factor = gl.convert_layout(b_factor, gl.SliceLayout(1, OL))[:, None]
+    N: gl.constexpr = b_acc.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _scale_ptx(N), _scale_registers(N), [b_acc, b_factor], gl.float32, is_pure=False, pack=N
+    )
+
+
+@gluon.jit
+def _pairs(b_p, TYPE: gl.constexpr):
+    """P rounded, two numbers in an int32: as single numbers ptxas unpacks and packs all of them in every step."""
+    even, odd = b_p.reshape([b_p.shape[0], b_p.shape[1] // 2, 2]).split()
+    ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == TYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(ROUND, "=r,f,f", [even, odd], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _operand(b_pairs, TYPE: gl.constexpr, OL: gl.constexpr):
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [b_pairs], (gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    b_p = gl.join(even, odd).reshape([b_pairs.shape[0], b_pairs.shape[1] * 2]).to(TYPE, bitcast=True)
+    return gl.convert_layout(b_p, gl.DotOperandLayout(0, OL, 2))
 
 
 @gluon.jit
@@ -77,29 +177,35 @@ def _issue_scores(b_q, k_s, k_full, j, BK: gl.constexpr, STAGES: gl.constexpr, S
 
 
 @gluon.jit
-def _issue_values(b_p, v_s, b_acc, j, STAGES: gl.constexpr):
-    return warpgroup_mma(b_p, matrix(v_s.index(j % STAGES)), b_acc, is_async=True)
+def _issue_values(b_pairs, b_shrink, v_s, b_acc, j, STAGES: gl.constexpr, OL: gl.constexpr):
+    """(accumulator in flight, operand, which must live until the product is done)"""
+    b_acc = _scaled(b_acc, b_shrink, OL)
+    b_p = _operand(b_pairs, v_s.dtype, OL)
+    return warpgroup_mma(b_p, matrix(v_s.index(j % STAGES)), b_acc, is_async=True), b_p
 
 
 @gluon.jit
 def _step(
-    shared, b_q, b_p, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, i_tile, j,
-    MASK: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
+    shared, b_q, b_pairs, b_acc, b_max, b_sum, b_shrink, b_lo, b_hi, scale_log2, k_tiles, i_tile, j, num_masked,
+    BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """The scores of step j and the values of step j - 1."""
-    _, k_s, v_s, _, k_full, k_free, v_full, v_free = shared
+    _, k_s, v_s, _, k_full, v_full = shared
     b_s = _issue_scores(b_q, k_s, k_full, j, BK, STAGES, SL)
-    b_acc = _issue_values(b_p, v_s, b_acc, j - 1, STAGES)
+    # O is scaled here, and not where softmax found the factor, because the tensor cores have work meanwhile
+    b_acc, b_p = _issue_values(b_pairs, b_shrink, v_s, b_acc, j - 1, STAGES, OL)
     b_s = warpgroup_mma_wait(1, deps=[b_s])
-    arrive_free(k_free, j, STAGES)
-    b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, i_tile, MASK)
+    _arrive(K_FREE + j % STAGES, NC)
+    # All threads of the program branch alike. Two loops, with and without a mask, need twice the code, and were slower.
+    if j < num_masked:
+        b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, i_tile)
+    b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale_log2)
     # The next step needs V(j), but the wait stands here for its branch: without the end of a basic block ptxas sinks
-    # the softmax below the wait for the products, and nothing overlaps.
+    # the softmax below the wait for the products, and nothing overlaps. A second branch below it undoes this.
     wait_full(v_full, j, STAGES)
     b_acc, b_p = warpgroup_mma_wait(0, deps=[b_acc, b_p])
-    arrive_free(v_free, j - 1, STAGES)
-    b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, OL))[:, None]
-    return gl.convert_layout(b_pf.to(v_s.dtype), gl.DotOperandLayout(0, OL, 2)), b_acc, b_max, b_sum
+    _arrive(V_FREE + (j - 1) % STAGES, NC)
+    return _pairs(b_pf, v_s.dtype), b_acc, b_max, b_sum, b_shrink
 
 
 @gluon.jit
@@ -126,44 +232,53 @@ def _start(
 
 
 @gluon.jit
+def _walk(
+    shared, walk, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles,
+    BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, NC: gl.constexpr,
+):  # fmt: skip
+    """(acc, maximum, sum) after all key tiles, of which there is one at least."""
+    _, k_s, v_s, _, k_full, v_full = shared
+    v0, f0, f1, v1, _ = walk
+    num_steps = v1 - v0
+    num_masked = num_steps - (f1 - f0)
+    b_s = _issue_scores(b_q, k_s, k_full, 0, BK, STAGES, SL)
+    b_s = warpgroup_mma_wait(0, deps=[b_s])
+    _arrive(K_FREE, NC)
+    b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, tile_at(0, v0, f0, f1, v1))
+    b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale_log2)
+    b_pairs = _pairs(b_pf, v_s.dtype)
+    wait_full(v_full, 0, STAGES)
+    for j in range(1, num_steps):
+        b_pairs, b_acc, b_max, b_sum, b_shrink = _step(
+            shared, b_q, b_pairs, b_acc, b_max, b_sum, b_shrink, b_lo, b_hi, scale_log2, k_tiles,
+            tile_at(j, v0, f0, f1, v1), j, num_masked, BK, STAGES, SL, OL, NC)  # fmt: skip
+    b_acc, b_p = _issue_values(b_pairs, b_shrink, v_s, b_acc, num_steps - 1, STAGES, OL)
+    b_acc, b_p = warpgroup_mma_wait(0, deps=[b_acc, b_p])
+    _arrive(V_FREE + (num_steps - 1) % STAGES, NC)
+    return b_acc, b_max, b_sum
+
+
+@gluon.jit
 def _consumer(
     shared, walk, count, p_state, p_out, p_lse, p_lo, p_hi, state_row, out_row, scale_log2, k_tiles,
     C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    FIRST: gl.constexpr, LAST: gl.constexpr,
+    FIRST: gl.constexpr, LAST: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """Queries 64 C ... 64 C + 63 of the tile. p_*: pointers to the tile's first row; *_row: strides."""
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    q_s, k_s, v_s, q_full, k_full, k_free, v_full, _ = shared
-    v0, f0, f1, v1, _ = walk
-    num_steps = v1 - v0
-    num_masked = num_steps - (f1 - f0)
+    q_s, _, _, q_full, _, _ = shared
+    v0, _, _, v1, _ = walk
     o_q = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SL))
     b_lo = gl.load(p_lo + o_q, mask=o_q < count, other=0)
     b_hi = gl.load(p_hi + o_q, mask=o_q < count, other=0)
     b_acc, b_max, b_sum = _start(p_state, p_lse, state_row, count, C, D, WIDTH, BK, FIRST, SL, OL)
     b_q = matrix(q_s.index(C))
     mbarrier.wait(q_full.index(C), 0)
-    if num_steps > 0:
-        b_s = _issue_scores(b_q, k_s, k_full, 0, BK, STAGES, SL)
-        b_s = warpgroup_mma_wait(0, deps=[b_s])
-        arrive_free(k_free, 0, STAGES)
-        i_tile = tile_at(0, v0, f0, f1, v1)
-        b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, i_tile, True)
-        if not FIRST:
-            b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, OL))[:, None]
-        b_p = gl.convert_layout(b_pf.to(v_s.dtype), gl.DotOperandLayout(0, OL, 2))
-        wait_full(v_full, 0, STAGES)
-        for j in range(1, num_masked):
-            b_p, b_acc, b_max, b_sum = _step(
-                shared, b_q, b_p, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, tile_at(j, v0, f0, f1, v1), j,
-                True, BK, STAGES, SL, OL)  # fmt: skip
-        for j in range(gl.maximum(num_masked, 1), num_steps):
-            b_p, b_acc, b_max, b_sum = _step(
-                shared, b_q, b_p, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, 0, j,
-                False, BK, STAGES, SL, OL)  # fmt: skip
-        b_acc = _issue_values(b_p, v_s, b_acc, num_steps - 1, STAGES)
-        b_acc, b_p = warpgroup_mma_wait(0, deps=[b_acc, b_p])
+    if v1 > v0:
+        b_acc, b_max, b_sum = _walk(
+            shared, walk, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, BK, STAGES, SL, OL, NC
+        )
     b_inverse = _store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
     b_acc = b_acc * gl.convert_layout(b_inverse, gl.SliceLayout(1, OL))[:, None]
     if LAST:
@@ -204,19 +319,18 @@ def _store_out(b_q, b_acc, p_out, out_row, count, C: gl.constexpr, D: gl.constex
     gl.store(p_row, b_q.load(CL), mask=inside(o_row, count, o_column, D, WIDTH))
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows"])
+@gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "section"])
 def attend(
     q_desc, k_desc, v_desc, state, out, lse, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale_log2, num_tiles, num_full, num_heads, group, num_rows,
+    scale_log2, num_tiles, num_full, num_heads, group, num_rows, section,
     D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc: [B, H or G, N, D] in boxes of 64 queries or BK keys and D columns, of which the
     tensors have WIDTH; TMA reads 0 in the others. The rest as in `triton.forward_kernel.attend`, but num_full is 0
-    where some key tile but the last is short.
+    where some key tile but the last is short. section: see `tile_and_head`.
     """
-    i_tile = gl.load(order + gl.program_id(0) % num_tiles)
-    i_bh = gl.program_id(0) // num_tiles
+    i_tile, i_bh = tile_and_head(order, num_tiles, section)
     i_b = i_bh // num_heads
     i_h = i_bh % num_heads
     v0, f0, f1, v1 = range_of(ranges, i_tile, num_full)
@@ -231,27 +345,30 @@ def attend(
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [NC if NC != 3 else 4, 1, 1, 64, D], q_desc.layout)
     q_full = new_barriers(4, 1)
-    k_s, k_full, k_free = new_ring(k_desc, STAGES, NC)
-    v_s, v_full, v_free = new_ring(v_desc, STAGES, NC)
+    gl.static_assert(STAGES <= 4, "named barriers")
+    k_s, k_full = new_stages(k_desc, STAGES)
+    v_s, v_full = new_stages(v_desc, STAGES)
     fence_async_shared()
-    shared = (q_s, k_s, v_s, q_full, k_full, k_free, v_full, v_free)
+    shared = (q_s, k_s, v_s, q_full, k_full, v_full)
     walk = (v0, f0, f1, v1, row)
     # written out, because adding tuples turns their constexprs into run-time numbers
     if NC == 2:
         gl.warp_specialize([
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST)),
+                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST)),
-            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, NC, STAGES)),
+                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
+            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, num_full,
+                         NC, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST)),
+                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST)),
+                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 2, D, WIDTH, BK, STAGES, FIRST, LAST)),
-            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, NC, STAGES)),
+                         k_tiles, 2, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
+            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, num_full,
+                         NC, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -22,6 +22,8 @@ from .tiling import TILINGS, Tiling, columns
 GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 MAX_NUMBERS = 2**31 - 1  # two a row, of all heads together: the backward's TMA finds them by one 32-bit coordinate
 
+SECTION_BYTES = 2**25  # what the programs of a section share should stay in the L2, which is 50 MB
+
 
 class Walkable(NamedTuple):
     """A tensor [B, N, H, D] that TMA can walk. shape, strides: of [B, H, N, D], in elements."""
@@ -71,6 +73,7 @@ class Work(NamedTuple):
     tables: lo, hi, q_tiles, k_tiles, ranges, order, on the device; the last two are those of the kernel's own tiles
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
     num_full: so many key tiles, from the first on, are full
+    uneven: is the longest range much longer than the mean?
     bounds: int32 [num query tiles, 2, block_q], lo and hi tile by tile, (0, 0) behind a short tile's end
     """
 
@@ -79,6 +82,7 @@ class Work(NamedTuple):
     num_tiles: int
     num_busy: int
     num_full: int
+    uneven: bool
     bounds: torch.Tensor
 
     @classmethod
@@ -104,8 +108,23 @@ class Work(NamedTuple):
         o_row = np.arange(tiles.block_q)
         rows = np.where(o_row < count, start + o_row, 0)
         bounds = np.stack([np.where(o_row < count, side[rows], 0) for side in (view.lo, view.hi)], 1)
-        num_busy = int((ranges[:, 0] < ranges[:, 3]).sum())
-        return cls(tiles, tables, len(ranges), num_busy, num_full, torch.from_numpy(bounds).to(device))
+        lengths = ranges[:, 3] - ranges[:, 0]
+        num_busy = int((lengths > 0).sum())
+        uneven = bool(lengths.max(initial=0) * num_busy > 1.25 * lengths.sum())
+        return cls(tiles, tables, len(ranges), num_busy, num_full, uneven, torch.from_numpy(bounds).to(device))
+
+    def section(self, heads: int, groups: int, *shared: torch.Tensor) -> int:
+        """How many heads a grid takes at a time, see `walk.tile_and_head`.
+
+        As many as the L2 holds; 1 where ranges are alike: there is nothing to even out, and a head by itself is read
+        from the L2 more often. heads: of the grid, in `groups` that share; shared: [B, N, ..., D], what its programs
+        read again and again.
+        """
+        if not self.uneven:
+            return 1
+        batch = shared[0].shape[0]
+        group_bytes = sum(x.numel() * x.element_size() for x in shared) // (batch * groups)
+        return min(max(SECTION_BYTES // group_bytes, 1) * (heads // groups), batch * heads)
 
 
 def sharpened(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
@@ -130,6 +149,7 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
         rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse, *work.tables,
         scale * LOG2E, num_tiles, work.num_full, heads, heads // k.shape[2], num_rows,
+        work.section(heads, k.shape[2], k, v),
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
         REGISTERS=tiles.registers, FIRST=first, LAST=last, num_warps=4,
     )  # fmt: skip

@@ -20,6 +20,18 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
+def tile_and_head(order, num_tiles, section):
+    """(tile, batch x heads + head) of a program: the tiles of `section` heads at a time, the longest first.
+
+    Head by head, a grid ends with the long tiles of one head and little else. `launch.Work.section` says how many.
+    """
+    i_first = gl.program_id(0) // (section * num_tiles) * section
+    i_rest = gl.program_id(0) - i_first * num_tiles
+    num_heads = gl.minimum(section, gl.num_programs(0) // num_tiles - i_first)
+    return gl.load(order + i_rest // num_heads), i_first + i_rest % num_heads
+
+
+@gluon.jit
 def range_of(ranges, i_tile, num_full):
     """(v0, f0, f1, v1) of a tile, see `mask.Tiles`; tiles from `num_full` on are short and need the mask too."""
     p_range = ranges + 4 * i_tile
@@ -100,14 +112,19 @@ def fill(desc, at, ring, full, free, j, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def new_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """(buffers, full, free) of a ring read by READERS consumers."""
+def new_stages(desc, STAGES: gl.constexpr):
+    """(buffers, full) of a ring."""
     buffers = gl.allocate_shared_memory(
         desc.dtype, [STAGES, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]], desc.layout
     )
-    full = new_barriers(STAGES, 1)
-    free = new_barriers(STAGES, READERS)
-    return buffers, full, free
+    return buffers, new_barriers(STAGES, 1)
+
+
+@gluon.jit
+def new_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """(buffers, full, free) of a ring read by READERS consumers."""
+    buffers, full = new_stages(desc, STAGES)
+    return buffers, full, new_barriers(STAGES, READERS)
 
 
 @gluon.jit
