@@ -31,7 +31,7 @@ from .keys_kernel import (
     tile_of_step,
     walk_of,
 )
-from .walk import arrive_free, matrix, new_barriers, wait_full
+from .walk import arrive_free, matrix, new_barriers, tile_and_head, wait_full
 
 
 @builtin
@@ -136,15 +136,14 @@ def _consumer(
     store_gradients(grads, b_dk * scale, b_dv, C, D, WIDTH, KL)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group"])
+@gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group", "section"])
 def all_gradients(
     q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, dq_desc, dk, dv,
-    q_tiles, k_tiles, ranges, order, scale, scale_log2, dq_scale, num_tiles, num_q_tiles, num_groups, group,
+    q_tiles, k_tiles, ranges, order, scale, scale_log2, dq_scale, num_tiles, num_q_tiles, num_groups, group, section,
     D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel.keys`, and add dq_scale dS K to dq. dq_desc: [B, H, N, D] fp32 in boxes of 64 rows, D / 2."""
-    i_tile = gl.load(order + gl.program_id(0) % num_tiles)
-    i_bg = gl.program_id(0) // num_tiles
+    i_tile, i_bg = tile_and_head(order, num_tiles, section)
     i_b = i_bg // num_groups
     i_g = i_bg % num_groups
     row = gl.load(k_tiles + 3 * i_tile)

@@ -22,7 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .walk import arrive_free, inside, matrix, new_barriers, new_ring, range_of, tile_at, tma_load, wait_full
+from .walk import (
+    arrive_free,
+    inside,
+    matrix,
+    new_barriers,
+    new_ring,
+    range_of,
+    tile_and_head,
+    tile_at,
+    tma_load,
+    wait_full,
+)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_rows"])
@@ -235,19 +246,18 @@ def _consumer(
     store_gradients(grads, b_dk * scale, b_dv, C, D, WIDTH, KL)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group"])
+@gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group", "section"])
 def keys(
     q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, dk, dv,
-    q_tiles, k_tiles, ranges, order, scale, scale_log2, num_tiles, num_q_tiles, num_groups, group,
+    q_tiles, k_tiles, ranges, order, scale, scale_log2, num_tiles, num_q_tiles, num_groups, group, section,
     D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
     *_desc: [B, H or G, N, D] in boxes of 64 queries or 128 keys; starts: of `row_starts`, flat; bounds: lo and hi
-    likewise, int32 [num_q_tiles, 2, 64]. Rows that nobody sees are written as 0.
+    likewise, int32 [num_q_tiles, 2, 64]; section: see `tile_and_head`. Rows that nobody sees are written as 0.
     """
-    i_tile = gl.load(order + gl.program_id(0) % num_tiles)
-    i_bg = gl.program_id(0) // num_tiles
+    i_tile, i_bg = tile_and_head(order, num_tiles, section)
     i_b = i_bg // num_groups
     i_g = i_bg % num_groups
     row = gl.load(k_tiles + 3 * i_tile)

@@ -204,15 +204,16 @@ def _by_key_tile(
         return
     q, sharp = sharpened(q, scale)
     tiles, q_tiles = work.tiling, work.tables[2]
-    run, extra, scales = keys_kernel.keys, [], [sharp, sharp * LOG2E]
+    run, extra, scales, shared = keys_kernel.keys, [], [sharp, sharp * LOG2E], [q, dout]
     if dq is not None:
-        run, scales = fused_kernel.all_gradients, [*scales, scale]
+        run, scales, shared = fused_kernel.all_gradients, [*scales, scale], [*shared, dq[:, rows]]
         extra = [descriptor(walkable(dq[:, rows]), tiles.block_q, 2)]
     run[grid(work.num_tiles, batch, groups)](
         descriptor(walkable(q), tiles.block_q), descriptor(walkable(k), tiles.block_k),
         descriptor(walkable(v), tiles.block_k), descriptor(walkable(dout), tiles.block_q),
         flat(row_starts(work, lse, delta, rows.start, sharp)), flat(work.bounds), *extra,
         *map(rows_argument, grads), *work.tables[2:], *scales, work.num_tiles, len(q_tiles), groups, heads // groups,
+        work.section(groups, groups, *shared),
         D=columns(width), WIDTH=width, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip
 
@@ -237,6 +238,7 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
         descriptor(walkable(dout), 64),
         rows_argument(dq), from_row(lse, rows.start), from_row(delta, rows.start), *work.tables,
         scale, sharp * LOG2E, num_tiles, work.num_full, heads, heads // k.shape[2], lse.shape[2],
+        work.section(heads, k.shape[2], k, v),
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
         REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip

@@ -27,6 +27,7 @@ from .walk import (
     new_barriers,
     new_ring,
     range_of,
+    tile_and_head,
     tile_at,
     tma_load,
     wait_full,
@@ -136,21 +137,20 @@ def _consumer(
     gl.store(p_row, b_dq.to(p_dq.dtype.element_ty), mask=m_row)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows"])
+@gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "section"])
 def queries(
     q_desc, k_desc, v_desc, dout_desc, dq, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale, scale_log2, num_tiles, num_full, num_heads, group, num_rows,
+    scale, scale_log2, num_tiles, num_full, num_heads, group, num_rows, section,
     D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq of one (query tile, batch, head) from all key tiles that it sees: added to fp32, written to half types.
 
-    num_full, *_desc: as in the forward.
+    num_full, section, *_desc: as in the forward.
 
     scale: of dq; scale_log2: of the scores, > 0.
     """
-    i_tile = gl.load(order + gl.program_id(0) % num_tiles)
-    i_bh = gl.program_id(0) // num_tiles
+    i_tile, i_bh = tile_and_head(order, num_tiles, section)
     i_b = i_bh // num_heads
     i_h = i_bh % num_heads
     v0, f0, f1, v1 = range_of(ranges, i_tile, num_full)
