@@ -27,7 +27,7 @@ pytestmark = [
 # probabilities, and in what follows from out; `GIVEN` up to four times, and in the score.
 ROUNDED = {"out": 0.03, "dq": 0.015, "dk": 0.015, "dv": 0.005}
 GIVEN = dict.fromkeys(("out", "dq", "dk", "dv"), 0.08)
-LSE_ROUNDED, LSE_GIVEN = 2e-3, 0.2  # largest difference
+LSE_ROUNDED, LSE_GIVEN = 2e-3, 0.2  # largest difference, where the scale is D^-0.5
 
 
 def rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -106,10 +106,12 @@ def test_keys_may_be_more_or_fewer_than_queries(queries, keys, record_property):
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 0.5])
 def test_any_finite_scale(scale):
+    """A product keeps 14 bits of the largest number in it, so the error of lse grows with the scores."""
     q, k, v, dout, _ = inputs(300, 4, 2, 64, torch.bfloat16)
     got = of_call(q, k, v, dout, scale=scale, kernel="gluon_fp8")
     wanted = want(*represented(q, k, v), dout, None, scale=scale)
-    assert rms(got["out"], wanted["out"]) <= ROUNDED["out"] and lse_error(got["lse"], wanted["lse"]) <= LSE_ROUNDED
+    assert rms(got["out"], wanted["out"]) <= ROUNDED["out"]
+    assert lse_error(got["lse"], wanted["lse"]) <= LSE_ROUNDED * max(1.0, abs(scale) * 64**0.5)
 
 
 def test_tiles_of_zeros_and_tiles_of_other_size():

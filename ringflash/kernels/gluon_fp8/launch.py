@@ -17,7 +17,7 @@ from ..gluon.tiling import columns
 from ..trimming import trimmed
 from ..triton.launch import LOG2E, grid, rows_argument
 from . import forward_kernel, quantise_kernel
-from .tiling import BLOCK_K, BLOCK_Q, NUM_STAGES, REGISTERS
+from .tiling import BLOCK_K, BLOCK_Q, REGISTERS, STAGES
 
 
 class Work(NamedTuple):
@@ -126,6 +126,6 @@ def attend(
         descriptor(walkable(q), 64), _boxes(keys.k, BLOCK_K, num_columns), _boxes(keys.v, num_columns, BLOCK_K),
         keys.scales, rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,
         *work.tables, scale * LOG2E, num_tiles, work.num_full, heads, heads // num_groups, num_rows, num_slots,
-        D=num_columns, WIDTH=width, BK=BLOCK_K, STAGES=NUM_STAGES, REGISTERS=REGISTERS, FIRST=ends[0], LAST=ends[1],
-        num_warps=4,
+        D=num_columns, WIDTH=width, BK=BLOCK_K, STAGES=STAGES[num_columns], REGISTERS=REGISTERS,
+        FIRST=ends[0], LAST=ends[1], num_warps=4,
     )  # fmt: skip
