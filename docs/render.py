@@ -58,6 +58,19 @@ def gpu() -> str:
     )
 
 
+def fp8() -> str:
+    """Errors of the fp8 kernel and of the bf16 one against fp64, for several kinds of input."""
+    result, names = load("fp8"), ("out", "dq", "dk", "dv", "lse")
+    rows = []
+    for test in result["tests"]:
+        if found := re.search(r"test_error_beside_bf16\[(.*)-(full|causal)\]", test["test"]):
+            errors = test["errors"]
+            pairs = (f"{errors['gluon_fp8'][name]:.1e} ({errors['gluon'][name]:.1e})" for name in names)
+            rows.append([*found.groups(), *pairs])
+    counts = f"{result['passed']} tests passed, {result['failed']} failed."
+    return table(["input", "mask", *names], rows) + f"\n{counts} {source(result)}\n"
+
+
 def offsets() -> str:
     """The tests beyond 2^32 elements, and the same with 32-bit offsets."""
     result, mutant = load("gpu_large"), load("gpu_offsets_32bit")
@@ -207,6 +220,7 @@ def demo() -> str:
 
 RENDER: dict[str, Callable[[], str]] = {
     "gpu": gpu,
+    "fp8": fp8,
     "offsets": offsets,
     "offline": offline,
     "bars": bars,
