@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "dk, dv not sent home", "ringflash/ring.py",
-        "if hops and hops[-1]:", "if False:",
+        "if hops[-1]:", "if False:",
         f"{RING}[causal-3-contiguous]",
     ),
     Fault(
@@ -132,10 +132,25 @@ FAULTS = [
         "return CheckpointPolicy.MUST_SAVE", "return CheckpointPolicy.PREFER_RECOMPUTE",
         "tests/test_model_memory.py::test_R33_rings_that_a_layer_runs_forward",
     ),
+    Fault(
+        "deterministic ignored by the op", "ringflash/ops.py",
+        "scale=scale, deterministic=deterministic, rounded", "scale=scale, deterministic=False, rounded",
+        "tests/test_choice.py::test_deterministic_reaches_the_kernel",
+    ),
+    Fault(
+        "deterministic ignored by the ring", "ringflash/ring.py",
+        "scale=scale, deterministic=deterministic)", "scale=scale, deterministic=False)",
+        "tests/test_choice.py::test_deterministic_reaches_the_kernel",
+    ),
+    Fault(
+        "deterministic ignored by the kernel", "ringflash/kernels/gluon/__init__.py",
+        "elif deterministic:", "elif False:",
+        "tests/test_kernel_gluon.py::test_gradients_that_must_repeat_are_summed_in_one_order",
+    ),
     # found while the tests were written
     Fault(
         "fp32 products cast under autocast", "ringflash/ops.py",
-        "return torch.autocast(q.device.type, enabled=False)", "return torch.no_grad()",
+        "return torch.autocast(q.device.type, enabled=False) if on else", "return contextlib.nullcontext() if on else",
         "tests/test_op.py::test_R13_under_autocast_inputs_are_cast_and_gradients_come_back_in_their_own_type",
     ),
     Fault(

@@ -12,7 +12,7 @@ from ringflash.layouts import LAYOUTS
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, *,
     layout: str = "contiguous", size: int = 1, kernel: str = "eager", dlse: torch.Tensor | None = None,
-    scale: float | None = None, **masks,
+    scale: float | None = None, deterministic: bool = False, **masks,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """out, lse, dq, dk, dv of attention over a ring of `size` ranks played in threads, in the order of the sequence.
 
@@ -31,7 +31,19 @@ def attention(
         way, engine = transport if size > 1 else None, KERNELS[kernel]
         out, lse = ring.forward(q_local, k_local, v_local, plan, way, engine, scale=scale)
         delta = engine.delta(out, dout_local, dlse_local)
-        grads = ring.backward(dout_local, q_local, k_local, v_local, lse, delta, plan, way, engine, scale=scale)
+        grads = ring.backward(
+            dout_local,
+            q_local,
+            k_local,
+            v_local,
+            lse,
+            delta,
+            plan,
+            way,
+            engine,
+            scale=scale,
+            deterministic=deterministic,
+        )
         return out, lse.transpose(1, 2), *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
     results = exchange.play(size, rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import played
 import pytest
 import torch
 
@@ -103,3 +104,22 @@ def test_the_limits_leave_room_for_rounding(order):
 def test_every_name_of_the_order_is_a_kernel():
     assert {name for names in choice.FASTEST_FIRST.values() for name in names} <= set(KERNELS)
     assert set(choice.CHECKS) <= set(KERNELS)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_deterministic_reaches_the_kernel(monkeypatch, deterministic, size):
+    told = []
+    backward = eager.backward
+
+    def recorded(*call, **how):
+        told.append(how["deterministic"])
+        backward(*call, **how)
+
+    monkeypatch.setattr(eager, "backward", recorded)
+    if size == 1:
+        q, k, v = (x.requires_grad_() for x in tensors())
+        ringflash.attention(q, k, v, kernel="eager", deterministic=deterministic).sum().backward()
+    else:
+        played.attention(*tensors(), tensors()[0], size=size, deterministic=deterministic)
+    assert told and set(told) == {deterministic}

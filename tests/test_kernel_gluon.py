@@ -1,0 +1,77 @@
+"""The host side of the Gluon kernels, without a GPU: which kernels run, what TMA walks. The rest is tests/test_gpu.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from ringflash.kernels import gluon, triton
+from ringflash.kernels.gluon import launch
+from ringflash.mask import View, intervals
+
+WHOLE = np.array([[0, 200]])
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """Names of the launches that a backward makes, in order."""
+    names: list[str] = []
+    for name in ("key_gradients", "query_gradient", "all_gradients"):
+        monkeypatch.setattr(launch, name, lambda *call, name=name, **how: names.append(name))
+    monkeypatch.setattr(triton, "backward", lambda *call, **how: names.append("portable"))
+    return names
+
+
+def run_backward(width: int, *, deterministic: bool) -> None:
+    q = torch.zeros(1, 200, 2, width, dtype=torch.bfloat16)
+    rows = torch.zeros(1, 2, 200)
+    view = View(*intervals(200, 200, causal=True), WHOLE, WHOLE)
+    gluon.backward(q, q, q, q, rows, rows, view, q, q, q, scale=1.0, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_gradients_that_must_repeat_are_summed_in_one_order(launched, width):
+    run_backward(width, deterministic=True)
+    assert launched == ["key_gradients", "query_gradient"]
+
+
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_other_gradients_come_from_one_kernel(launched, width):
+    run_backward(width, deterministic=False)
+    assert launched == ["all_gradients"]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("width", [192, 256])
+def test_the_backward_of_wide_heads_is_the_portable_one(launched, width, deterministic):
+    run_backward(width, deterministic=deterministic)
+    assert launched == ["portable"]
+
+
+def test_tensors_that_tma_can_walk_are_not_copied():
+    whole = torch.randn(2, 40, 6, 64).bfloat16()
+    for x in (whole, whole[:, 3:], whole[:, :, 2:4], whole.transpose(1, 2), whole[:1, :1], whole[:, ::2]):
+        made = launch.walkable(x)
+        assert made.base is x and made.shape == [x.shape[0], x.shape[2], x.shape[1], 64] and made.strides[3] == 1
+
+
+def test_tensors_that_tma_cannot_walk_are_copied():
+    whole = torch.randn(2, 40, 6, 68).bfloat16()
+    plain = whole[..., :64].contiguous()
+    for x in (whole[..., :64], whole[..., 1:65], plain[:, :1].expand(2, 40, 6, 64), plain[:1].expand(2, 40, 6, 64)):
+        made = launch.walkable(x)
+        assert made.base is not x and torch.equal(made.base, x) and made.base.is_contiguous()
+
+
+def test_bounds_are_laid_out_tile_by_tile():
+    lo, hi = intervals(200, 200, causal=True, window=50)
+    view = View(lo, hi, np.array([[0, 70], [70, 130]]), WHOLE)
+    bounds = launch.Work.of("fused", torch.empty(1, 200, 2, 128), view).bounds
+    starts = [0, 64, 70, 134, 198]
+    assert bounds.shape == (5, 2, 64)
+    for tile, start, end in zip(bounds, starts, [64, 70, 134, 198, 200], strict=True):
+        assert tile[0, : end - start].tolist() == lo[start:end].tolist() and not tile[0, end - start :].any()
+        assert tile[1, : end - start].tolist() == hi[start:end].tolist() and not tile[1, end - start :].any()
