@@ -1,4 +1,4 @@
-"""The host side of the Gluon kernels, without a GPU: which kernels run, what TMA walks. The rest is tests/test_gpu.py."""
+"""The host side of the Gluon kernels, without a GPU: what runs, what TMA walks. The rest is tests/test_gpu.py."""
 
 from __future__ import annotations
 
