@@ -23,9 +23,10 @@ import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver
 
 from ringflash.kernels import State
-from ringflash.kernels.triton import launch, specialised
+from ringflash.kernels.triton import launch
 from ringflash.kernels.triton.tiling import HEAD_DIMS
 from ringflash.mask import View, intervals
 
@@ -51,8 +52,8 @@ PRODUCTS = {
     "sm_100": re.compile(r"\btcgen05\.mma|\bmma\.sync"),
     "gfx942": re.compile(r"\bv_mfma"),
 }
-KERNELS = ("forward", "keys", "queries")
-SPLIT = ("split", "split whole")  # the forward with specialised warps, masked or not: sm_90, and one triton
+FORWARDS = {"forward": (True, True), "carried": (False, False)}  # (first, last): one hop, a hop between others
+KERNELS = (*FORWARDS, "keys", "queries")
 
 
 class Compiled(NamedTuple):
@@ -103,6 +104,18 @@ def narrow_offsets(ttir: str) -> list[str]:
     return found
 
 
+def check_arguments(kernel) -> None:
+    """AssertionError where NVIDIA's driver does not find the descriptors that the compiled kernel takes.
+
+    It looks for them among the arguments only, and not inside tuples, when it makes the launcher: at the first launch.
+    """
+    signature, descriptors = kernel.src.signature, kernel.metadata.tensordesc_meta
+    if hasattr(driver, "expand_signature"):
+        driver.expand_signature(signature.values(), descriptors)
+    else:  # triton 3.6 has it inside
+        driver.make_launcher({}, signature, descriptors)
+
+
 def _measure(arch: str, kernel, log: str) -> Compiled:
     asm = kernel.asm
     if arch.startswith("gfx"):
@@ -110,6 +123,7 @@ def _measure(arch: str, kernel, log: str) -> Compiled:
         field = lambda name: int(re.search(rf"\.{name}:\s*(\d+)", text).group(1))  # noqa: E731
         registers, spills = field("vgpr_count"), 4 * field("vgpr_spill_count")
     else:
+        check_arguments(kernel)
         registers = int(re.search(r"Used (\d+) registers", log).group(1))
         spills = max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))
     warnings = sorted(set(re.findall(r".*(?:C75\d\d|warning).*", log)))
@@ -128,12 +142,11 @@ def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
     k, v = (torch.empty(1, length, 2, width, dtype=dtype) for _ in "12")
     lse = torch.empty(1, 4, length)
     segments = np.array([[0, 500], [600, 524]]) if ragged else np.array([[0, length]])
-    bounds = intervals(length, length, causal=kernel != "split whole")
-    view = View(*bounds, segments, segments)
-    if kernel == "forward" or kernel in SPLIT:
+    view = View(*intervals(length, length, causal=True), segments, segments)
+    if kernel in FORWARDS:
         state = State(torch.empty(q.shape), q, lse)
-        forward = launch.forward if kernel == "forward" else specialised.split
-        forward(q, k, v, view, state, scale=0.1, first=False, last=False)
+        first, last = FORWARDS[kernel]
+        launch.forward(q, k, v, view, state, scale=0.1, first=first, last=last)
     elif kernel == "keys":
         launch.key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)
     else:
@@ -141,7 +154,7 @@ def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
 
 
 def compile_offline(arch: str, width: int, dtype: torch.dtype, kernel: str, ragged: bool = False) -> Compiled:
-    """Compile one kernel of KERNELS or SPLIT for an arch of TARGETS; raises what the compiler raises."""
+    """Compile one kernel of KERNELS for an arch of TARGETS; raises what the compiler and the driver raise."""
     compiled = []
     launching = triton.runtime.jit.JITFunction.run
 
@@ -192,8 +205,6 @@ def main(arches: list[str]) -> list[dict]:
         for width in some
         for kernel in KERNELS
     ]
-    if "sm_90" in arches and triton.__version__.startswith(specialised.COMPILER):
-        cases += [("sm_90", width, torch.bfloat16, kernel) for width in specialised.HEAD_DIMS for kernel in SPLIT]
     rows = []
     with ProcessPoolExecutor(2) as pool:
         for row in pool.map(_row, cases):

@@ -5,7 +5,8 @@
 
 One row a (kernel, head dimension): the present tiling and a handful of others. What spills or does not fit is dropped
 by the compiler's report; what computes something else than the `eager` kernel is dropped next; the rest is timed, full
-and causal, all candidates of a row interleaved. Another tiling wins if it is more than 1% faster than the present one.
+and causal, a forward also both as the only hop and as a hop between others, all candidates of a row interleaved.
+Another tiling wins if the geometric mean of its speeds is more than 1% above that of the present one.
 Nothing is tuned at run time: the kernels add to their arguments, and a table can be read and reviewed.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -39,28 +41,32 @@ LENGTH, BATCH, CHECKED = 8192, 2, 700
 HEADS = {64: 16, 128: 16, 256: 8}
 MASKS = ("full", "causal")
 ROUNDS, REP_MS, MIN_CALLS = 5, 20, 3
-SPILL_BYTES = 128
+SPILL_BYTES = 256
 TOLERANCE = 0.02  # in the 2-norm, beside the eager kernel; bf16 rounds to 0.004
 GAIN = 1.01
 
 # kernel -> head dimension -> (block_q, block_k, num_warps, num_stages), tried beside the present one
 OTHERS = {
     "forward": {
-        64: [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
-        128: [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)],
+        64: [(128, 128, 8, 2), (128, 64, 4, 2), (128, 64, 4, 3), (64, 128, 4, 2)],
+        128: [(128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3)],
         256: [(128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3)],
     },
     "keys": {
-        64: [(64, 128, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
-        128: [(64, 128, 8, 2), (64, 64, 8, 3), (64, 64, 4, 2), (32, 128, 8, 3)],
+        64: [(64, 128, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (128, 64, 4, 2)],
+        128: [(64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 3)],
         256: [(32, 64, 8, 2), (32, 64, 8, 3), (64, 32, 8, 2), (32, 32, 4, 2)],
     },
     "queries": {
-        64: [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)],
-        128: [(128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3)],
+        64: [(128, 128, 8, 2), (128, 64, 4, 2), (128, 64, 4, 3), (64, 64, 4, 2)],
+        128: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3)],
         256: [(64, 32, 8, 3), (64, 32, 8, 2), (64, 64, 8, 1), (32, 64, 4, 2)],
     },
 }
+
+
+# kernel -> its forms: (first, last) of a forward, once as all there is and once between other hops
+FORMS = {"forward": ((True, True), (False, False)), "keys": ((True, True),), "queries": ((True, True),)}
 
 
 class Candidate(NamedTuple):
@@ -99,8 +105,8 @@ class Problem:
             for n in (heads, groups, groups, heads)
         )
         self.flops = 2.0 * int(self.bounds[1].astype("int64").sum()) * BATCH * heads * width
-        self.state = self._empty_state()
-        self._forward(self.engine, self.view(), self.state)
+        self.state = self._fresh_state((True, True))
+        self._forward(self.engine, self.view(), self.state, (True, True))
         self.delta = self.engine.delta(self.state.out, self.dout, None)
 
     def view(self) -> mask.View:
@@ -109,39 +115,46 @@ class Problem:
         assert view is not None
         return view
 
-    def _empty_state(self) -> State:
-        lse = torch.full((BATCH, self.q.shape[2], self.length), torch.nan, device=self.q.device)
-        return State(None, torch.full_like(self.q, torch.nan), lse)
+    def _fresh_state(self, ends: tuple[bool, bool]) -> State:
+        """What a hop with these (first, last) finds: nothing yet, or a state of earlier hops."""
+        first, _ = ends
+        lse = torch.full((BATCH, self.q.shape[2], self.length), torch.nan if first else 1.0, device=self.q.device)
+        acc = None if first else torch.ones_like(self.q, dtype=torch.float32)
+        return State(acc, torch.full_like(self.q, torch.nan), lse)
 
-    def _forward(self, engine, view: mask.View, state: State) -> None:
-        engine.forward(self.q, self.k, self.v, view, state, scale=self.scale, first=True, last=True)
+    def _forward(self, engine, view: mask.View, state: State, ends: tuple[bool, bool]) -> None:
+        first, last = ends
+        engine.forward(self.q, self.k, self.v, view, state, scale=self.scale, first=first, last=last)
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, to be added to, and dk, dv, poisoned."""
         return torch.zeros_like(self.q, dtype=torch.float32), self.k * torch.nan, self.v * torch.nan
 
-    def expected(self, kernel: str) -> tuple[torch.Tensor, ...]:
+    def expected(self, kernel: str, ends: tuple[bool, bool]) -> tuple[torch.Tensor, ...]:
         """What that kernel must write, by the engine."""
         if kernel == "forward":
-            return self.state.out, self.state.lse
+            state = self._fresh_state(ends)
+            self._forward(self.engine, self.view(), state, ends)
+            return state.out if state.acc is None else state.acc, state.lse
         dq, dk, dv = self.gradients()
         inputs = (self.dout, self.q, self.k, self.v, self.state.lse, self.delta, self.view())
         self.engine.backward(*inputs, dq, dk, dv, scale=self.scale, deterministic=True)
         return (dk, dv) if kernel == "keys" else (dq,)
 
-    def launcher(self, candidate: Candidate) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """A function that launches the candidate and returns what it wrote."""
+    def launcher(self, candidate: Candidate, ends: tuple[bool, bool]) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """A function that launches the candidate in one of its FORMS and returns what it wrote."""
         from ringflash.kernels.triton import launch
 
-        view, state = self.view(), self._empty_state()
+        view, state = self.view(), self._fresh_state(ends)
         dq, dk, dv = self.gradients()
         inputs = (self.dout, self.q, self.k, self.v, self.state.lse, self.delta, view)
         work = {
-            "forward": lambda: self._forward(launch, view, state),
+            "forward": lambda: self._forward(launch, view, state, ends),
             "keys": lambda: launch.key_gradients(*inputs, dk, dv, scale=self.scale),
             "queries": lambda: launch.query_gradient(*inputs, dq, scale=self.scale),
         }[candidate.kernel]
-        written = {"forward": (state.out, state.lse), "keys": (dk, dv), "queries": (dq,)}[candidate.kernel]
+        result = state.out if state.acc is None else state.acc
+        written = {"forward": (result, state.lse), "keys": (dk, dv), "queries": (dq,)}[candidate.kernel]
 
         def run() -> tuple[torch.Tensor, ...]:
             with chosen(candidate.tiling):
@@ -167,15 +180,16 @@ def compiler_says(arch: str, candidate: Candidate) -> str | None:
     """Why the candidate is dropped without being run; None if it is not. In a process of its own: see offline.py."""
     import offline
 
-    try:
-        with chosen(candidate.tiling):
-            made = offline.compile_offline(arch, candidate.head_dim, torch.bfloat16, candidate.kernel)
-    except Exception as error:
-        return f"does not compile: {str(error).splitlines()[0][:100]}"
-    if made.shared_bytes > offline.SHARED_BYTES[arch]:
-        return f"needs {made.shared_bytes} bytes of shared memory, of {offline.SHARED_BYTES[arch]}"
-    if made.spill_bytes > SPILL_BYTES:
-        return f"spills {made.spill_bytes} bytes"
+    for form in offline.FORWARDS if candidate.kernel == "forward" else (candidate.kernel,):
+        try:
+            with chosen(candidate.tiling):
+                made = offline.compile_offline(arch, candidate.head_dim, torch.bfloat16, form)
+        except Exception as error:
+            return f"does not compile: {first_line(error)}"
+        if made.shared_bytes > offline.SHARED_BYTES[arch]:
+            return f"needs {made.shared_bytes} bytes of shared memory, of {offline.SHARED_BYTES[arch]}"
+        if made.spill_bytes > SPILL_BYTES:
+            return f"spills {made.spill_bytes} bytes"
     return None
 
 
@@ -183,11 +197,26 @@ def runs_wrong(candidate: Candidate, length: int = CHECKED, device: str = "cuda"
     """Why the candidate is dropped after a small run; None if it computes what the eager kernel does."""
     try:
         problem = Problem(candidate.head_dim, length, "causal", "eager", heads=4, groups=2, device=device)
-        got, want = problem.launcher(candidate)(), problem.expected(candidate.kernel)
-        worst = max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(got, want, strict=True))
+        pairs = []
+        for ends in FORMS[candidate.kernel]:
+            pairs += zip(problem.launcher(candidate, ends)(), problem.expected(candidate.kernel, ends), strict=True)
+        worst = max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in pairs)
     except Exception as error:
-        return f"does not run: {str(error).splitlines()[0][:100]}"
+        return f"does not run: {first_line(error)}"
     return None if worst <= TOLERANCE else f"is wrong by {worst:.2g} of the norm"
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:100]
+
+
+def fails(arch: str, candidate: Candidate) -> str | None:
+    """Why the candidate is dropped before it is timed; None if it is not. In a process of its own."""
+    from triton.runtime import driver
+
+    reason = compiler_says(arch, candidate)
+    driver.reset_active()  # the card that is here, instead of the one that was compiled for
+    return reason or runs_wrong(candidate)
 
 
 def survivors(found: Sequence[Candidate], reasons: Iterable[str | None]) -> list[Candidate]:
@@ -216,13 +245,13 @@ def ms(run: Callable[[], object], calls: int, flush: torch.Tensor) -> float:
 
 
 def timed(row: Sequence[Candidate]) -> dict[Candidate, float]:
-    """TFLOP/s of the products that a kernel does: the geometric mean of both masks, medians of interleaved rounds."""
+    """TFLOP/s of a kernel's products: the geometric mean over masks and forms, of medians of interleaved rounds."""
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     rates: dict[Candidate, list[float]] = {candidate: [] for candidate in row}
     heads = HEADS[row[0].head_dim]
-    for mask_name in MASKS:
+    for mask_name, ends in itertools.product(MASKS, FORMS[row[0].kernel]):
         problem = Problem(row[0].head_dim, LENGTH, mask_name, "triton", heads=heads, groups=heads)
-        runs = {candidate: problem.launcher(candidate) for candidate in row}
+        runs = {candidate: problem.launcher(candidate, ends) for candidate in row}
         calls = {candidate: max(MIN_CALLS, round(REP_MS / ms(run, 2, flush))) for candidate, run in runs.items()}
         times: dict[Candidate, list[float]] = {candidate: [] for candidate in row}
         for _ in range(ROUNDS):
@@ -257,9 +286,7 @@ def measure(card: Card, arguments: argparse.Namespace) -> None:
     """All of it: see the top of this file."""
     found, arch = candidates(card), f"sm_{card.arch}"
     with pool(arguments.jobs) as workers:
-        found = survivors(found, workers.map(compiler_says, [arch] * len(found), found))
-    with pool(arguments.jobs) as workers:  # other processes: those above believe that they have another driver
-        found = survivors(found, workers.map(runs_wrong, found))
+        found = survivors(found, workers.map(fails, [arch] * len(found), found))
     where, winners, lines = provenance("tune.py", [], arguments.commit), {}, []
     for kernel in KERNELS:
         for width in HEADS:
@@ -283,7 +310,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--offline", metavar="ARCH", help="only compile, for this arch, as in sm_90")
     parser.add_argument("--table", type=Path, default=TABLE, help="the table that the kernels read")
     parser.add_argument("--results", type=Path, default=RESULTS, help="what every candidate reached")
-    parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--commit", help="the commit that is measured, where the checkout has no history")
     arguments = parser.parse_args(words)
     if arguments.offline:

@@ -20,7 +20,6 @@ from oracle import NAMES, inputs, want
 
 from ringflash import arguments, mask
 from ringflash.kernels import State, triton
-from ringflash.kernels.trimming import trimmed
 from ringflash.kernels.triton.tiling import HEAD_DIMS, Tiling
 from ringflash.layouts import LAYOUTS
 
@@ -108,7 +107,7 @@ def check(results: dict, wanted: dict, dtype: torch.dtype = torch.float32) -> No
 
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask_over_irregular_segments(run, name):
-    given, shapes = MASKS[name](SIZE), {"heads": 2, "groups": 1}
+    given, shapes = MASKS[name](SIZE), {"heads": 1, "groups": 1}
     check(run(ring, given, RINGS["odd"], TILES, **shapes), want(*inputs(SIZE, **shapes), scale=0.2, **given))
 
 
@@ -121,7 +120,7 @@ def test_every_kind_of_cut(run, segments, name):
 
 @pytest.mark.parametrize(("layout", "size"), [*((name, 2) for name in LAYOUTS), ("zigzag", 4), ("contiguous", 3)])
 def test_every_layout_carries_its_state_round_the_ring(run, layout, size):
-    given, shapes = MASKS["documents"](SIZE), {"heads": 2, "groups": 2}
+    given, shapes = MASKS["documents"](SIZE), {"heads": 1, "groups": 1}
     segments = LAYOUTS[layout].segments(SIZE, size, 1, np.arange(SIZE))
     check(run(ring, given, segments, TILES, **shapes), want(*inputs(SIZE, **shapes), scale=0.2, **given))
 
@@ -163,7 +162,9 @@ def test_any_finite_scale(run, scale):
         assert not results["dq"].any() and not results["dk"].any()
 
 
-def one_device(tensors: tuple, given: dict, *, scale: float = 0.2) -> dict[str, torch.Tensor]:
+def one_device(
+    tensors: tuple, given: dict, *, scale: float = 0.2, dq_dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """One hop that is all there is. The tensors stay as they stand in memory: no copy straightens their strides."""
     from ringflash.kernels.triton import launch
 
@@ -175,7 +176,8 @@ def one_device(tensors: tuple, given: dict, *, scale: float = 0.2) -> dict[str, 
     out, lse = torch.full(q.shape, torch.nan), torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan)
     triton.forward(q, k, v, view, State(None, out, lse), scale=scale, first=True, last=True)
     delta = triton.delta(out, dout, dlse)
-    dq, dk, dv = torch.zeros(q.shape), torch.full(k.shape, torch.nan), torch.full(v.shape, torch.nan)
+    dq = torch.full(q.shape, 0.0 if dq_dtype == torch.float32 else torch.nan, dtype=dq_dtype)
+    dk, dv = torch.full(k.shape, torch.nan), torch.full(v.shape, torch.nan)
     triton.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale, deterministic=True)
     return dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
 
@@ -195,7 +197,7 @@ def moved(tensors: tuple, how: str) -> tuple:
 
 @pytest.mark.parametrize("how", ["transposed", "odd strides", "odd start", "packed"])
 def test_R07_strides_change_nothing(run, how):
-    tensors = inputs(40, batch=2, width=32)
+    tensors = inputs(40, batch=2, heads=2, groups=2, width=32)
     other = moved(tensors, how)
     assert not any(x.is_contiguous() for x in other[:4])
     plain, results = (run(one_device, some, {}) for some in (tensors, other))
@@ -204,9 +206,9 @@ def test_R07_strides_change_nothing(run, how):
 
 def test_R07_expanded_gradients_and_keys(run):
     """dout of a plain sum has the strides 0; so have keys that all heads share."""
-    q, k, v, dout, dlse = inputs(40, heads=4, groups=4)
-    k, v = (x[:, :, :1].expand(-1, -1, 4, -1) for x in (k, v))
-    tensors = (q, k, v, dout[:1, :1, :1].expand(1, 40, 4, -1), dlse[:, :, :1].expand(-1, -1, 40))
+    q, k, v, dout, dlse = inputs(40, heads=2, groups=2)
+    k, v = (x[:, :, :1].expand(-1, -1, 2, -1) for x in (k, v))
+    tensors = (q, k, v, dout[:1, :1, :1].expand(1, 40, 2, -1), dlse[:, :, :1].expand(-1, -1, 40))
     check(run(one_device, tensors, {}), want(*tensors, scale=0.2))
 
 
@@ -255,56 +257,6 @@ def test_a_hop_in_between_leaves_tiles_that_see_nothing_alone(run):
     assert not torch.equal(after.acc[:, 64:], before.acc[:, 64:])
 
 
-def split_and_looped(given: dict, q_segments: list, k_segments: list, *, first: bool, last: bool) -> list | None:
-    """(out or acc, lse) of the specialised and of the looped forward of one hop; None if the view is not for both."""
-    from ringflash.kernels.triton import launch, specialised
-
-    launch.tiling = lambda kernel, *_: TILES[kernel]
-    specialised.TILES = Tiling(32, 16, 4, 1)
-    q, k, v, *_ = inputs(SIZE, heads=4, groups=2, batch=2, width=32)
-    lo, hi = mask.intervals(SIZE, SIZE, **({"causal": True} | given))
-    q_segments, k_segments = np.array(q_segments), np.array(k_segments)
-    rows, keys = (torch.from_numpy(mask.positions(part)) for part in (q_segments, k_segments))
-    q, k, v = q[:, rows], k[:, keys], v[:, keys]
-    view = mask.View(lo[rows], hi[rows], q_segments, k_segments)
-    if specialised.below(trimmed(view).of_keys, q.device) is None:
-        return None
-    made = []
-    for kernel in (specialised.split, launch.forward):
-        random = torch.Generator().manual_seed(7)
-        acc, lse = (torch.randn(shape, generator=random) for shape in (q.shape, (2, 4, len(rows))))
-        lse[..., ::3], acc[:, ::3] = -torch.inf, 0.0
-        state = State(acc, torch.full_like(q, torch.nan), lse)
-        kernel(q, k, v, view, state, scale=0.2, first=first, last=last)
-        made.append((state.out if last else acc, lse))
-    return made
-
-
-BELOW = {  # mask, query segments, key segments -> does every tile see the first keys of its range?
-    "full": ({"causal": False}, [[0, 96]], [[0, 96]], True),
-    "causal": ({}, [[0, 96]], [[0, 96]], True),
-    "causal, short tiles": ({}, [[0, 17], [50, 30]], [[0, 80]], True),
-    "half": ({}, [[40, 32]], [[0, 16], [48, 32]], True),
-    "all before": ({}, [[64, 32]], [[0, 64]], True),
-    "padding": ({"cu_seqlens": np.array([0, 70])}, [[0, 96]], [[0, 96]], True),
-    "documents of whole tiles": ({"cu_seqlens": np.array([0, 32, 96])}, [[0, 96]], [[0, 96]], True),
-    "documents": ({"cu_seqlens": np.array([0, 40, 96])}, [[0, 96]], [[0, 96]], False),
-    "window": ({"window": 20}, [[0, 96]], [[0, 96]], False),
-    "odd cut": ({}, [[0, 96]], [[0, 17], [40, 30]], False),
-}
-
-
-@pytest.mark.parametrize("name", BELOW)
-@pytest.mark.parametrize(("first", "last"), [(True, True), (False, False), (False, True)])
-def test_the_specialised_forward_is_the_looped_one_where_it_serves(run, name, first, last):
-    given, q_segments, k_segments, serves = BELOW[name]
-    made = run(split_and_looped, given, q_segments, k_segments, first=first, last=last)
-    assert (made is not None) == serves
-    if made:
-        (out, lse), (wanted, wanted_lse) = made
-        assert not wanted.isnan().any() and error(out, wanted) < 1e-5 and error(lse, wanted_lse) < 1e-5
-
-
 def poisoned(tensors: tuple, rows: slice, keys: slice, value: float) -> tuple:
     """The tensors with `value` in some rows of q and dout, and in some of k and v."""
     q, k, v, dout, dlse = (x.clone() for x in tensors)
@@ -320,12 +272,23 @@ def test_nothing_in_the_padding_reaches_the_rows_before_it(run):
         ({"cu_seqlens": [0, 20, 75]}, slice(75, 96), slice(75, 96)),
         ({"intervals": (lo, hi + 2)}, slice(0, 5), slice(0, 7)),
     ]
-    tensors = inputs(96, heads=4, groups=2)
+    tensors = inputs(96, heads=2, groups=1)
     for given, rows, keys in cases:
         zero, nan, inf = (run(one_device, poisoned(tensors, rows, keys, x), given) for x in (0.0, torch.nan, torch.inf))
         check(zero, want(*poisoned(tensors, rows, keys, 0.0), scale=0.2, **given))
         for made in (nan, inf):
             assert all(torch.equal(made[name], zero[name]) for name in NAMES)
+
+
+def test_a_dq_of_half_type_is_written_and_rows_that_see_nothing_are_0(run):
+    """Rows in front and behind, whose tiles are cut off, and a whole tile of them in the middle."""
+    lo, hi = torch.arange(96, dtype=torch.int32), torch.arange(96, dtype=torch.int32) + 8
+    for empty, position in ((slice(0, 6), 0), (slice(32, 64), 64), (slice(80, 96), 88)):
+        lo[empty] = hi[empty] = position
+    given = {"intervals": (lo, hi)}
+    tensors = inputs(96, heads=2, groups=1, dtype=torch.float16)
+    once, added = (run(one_device, tensors, given, dq_dtype=dtype)["dq"] for dtype in (torch.float16, torch.float32))
+    assert torch.equal(once, added.half()) and once.any()
 
 
 def described(x: torch.Tensor, arch: int) -> list[list[int] | None]:

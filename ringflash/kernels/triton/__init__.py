@@ -65,7 +65,4 @@ def backward(
 
     with torch.cuda.device_of(q):
         launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
-        total = dq if dq.dtype == torch.float32 else torch.zeros_like(dq, dtype=torch.float32)
-        launch.query_gradient(dout, q, k, v, lse, delta, view, total, scale=scale)
-        if total is not dq:
-            dq.copy_(total)
+        launch.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)

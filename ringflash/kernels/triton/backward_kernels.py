@@ -50,7 +50,7 @@ def _rows_of(lse, delta, row, count, BQ: tl.constexpr):
 @triton.jit
 def _keys_step(
     b_dk0, b_dk1, b_dv0, b_dv1, b_k0, b_k1, b_v0, b_v1, b_key, i_q, q, dout, q_desc0, q_desc1, dout_desc0, dout_desc1,
-    lse, delta, lo, hi, numbers, o_head, q_tiles, i_b, i_h, num_rows, scale_log2,
+    lse_desc, delta_desc, lo_desc, hi_desc, lse, delta, lo, hi, o_head, q_tiles, i_b, i_h, num_rows, scale_log2,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr,
     MASK: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -67,12 +67,12 @@ def _keys_step(
     if D1:
         b_q1 = stream(q_desc1, q, i_b, i_h, row, num_rows, BQ, D0, D1, UPCAST)
         b_s = tl.dot(b_k1, b_q1.T, b_s, input_precision=PRECISION)
-    b_lse = stream_numbers(numbers[0], lse, o_head + row, count, BQ) * LOG2E
+    b_lse = stream_numbers(lse_desc, lse, o_head + row, count, BQ) * LOG2E
     b_s = b_s * scale_log2 - b_lse[None, :]
     if MASK:
         # the rows behind `count` and the rows that see nothing (lse = -inf) have no key between lo and hi
-        b_lo = stream_numbers(numbers[2], lo, row, count, BQ)
-        b_hi = stream_numbers(numbers[3], hi, row, count, BQ)
+        b_lo = stream_numbers(lo_desc, lo, row, count, BQ)
+        b_hi = stream_numbers(hi_desc, hi, row, count, BQ)
         b_s = tl.where((b_key[:, None] >= b_lo[None, :]) & (b_key[:, None] < b_hi[None, :]), b_s, float("-inf"))
     b_p = tl.exp2(b_s)
     b_do0 = stream(dout_desc0, dout, i_b, i_h, row, num_rows, BQ, 0, D0, UPCAST)
@@ -82,8 +82,8 @@ def _keys_step(
         b_do1 = stream(dout_desc1, dout, i_b, i_h, row, num_rows, BQ, D0, D1, UPCAST)
         b_dv1 = tl.dot(b_p.to(b_do1.dtype), b_do1, b_dv1, input_precision=PRECISION)
         b_dp = tl.dot(b_v1, b_do1.T, b_dp, input_precision=PRECISION)
-    b_delta = stream_numbers(numbers[1], delta, o_head + row, count, BQ)
-    if MASK and numbers[1] is not None:  # behind `count` stands a row of the next head, or of the padding
+    b_delta = stream_numbers(delta_desc, delta, o_head + row, count, BQ)
+    if MASK and delta_desc is not None:  # behind `count` stands a row of the next head, or of the padding
         b_delta = tl.where(m_q, b_delta, 0.0)
     b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q0.dtype)
     b_dk0 = tl.dot(b_ds, b_q0, b_dk0, input_precision=PRECISION)
@@ -94,15 +94,16 @@ def _keys_step(
 
 @triton.jit(do_not_specialize=["num_tiles", "num_full", "num_groups", "group", "num_rows", "head_stride", "skipped"])
 def keys(
-    q, k, v, dout, q_desc0, q_desc1, dout_desc0, dout_desc1, dk, dv, lse, delta, lo, hi, q_tiles, k_tiles, ranges,
-    order, numbers, scale, scale_log2, num_tiles, num_full, num_groups, group, num_rows, head_stride, skipped,
+    q, k, v, dout, q_desc0, q_desc1, dout_desc0, dout_desc1, lse_desc, delta_desc, lo_desc, hi_desc,
+    dk, dv, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
+    scale, scale_log2, num_tiles, num_full, num_groups, group, num_rows, head_stride, skipped,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
     RAGGED, num_full: as in `forward_kernel.attend`, of the query tiles. Rows that nobody sees are written as 0.
-    numbers: lse, delta, lo, hi as descriptors of one dimension in boxes of BQ; or four times None, as where RAGGED
+    lse_desc to hi_desc: one dimension in boxes of BQ; or None, all four, as where RAGGED
     head_stride, skipped: rows from one head to the next in lse and delta, and those of each before q begins
     """
     i_tile = tl.load(order + tl.program_id(0) % num_tiles)
@@ -132,8 +133,8 @@ def keys(
                 i_q = i + tl.where(i < w0 - v0, v0, w1 - (w0 - v0)) if MASK else i
                 b_dk0, b_dk1, b_dv0, b_dv1 = _keys_step(
                     b_dk0, b_dk1, b_dv0, b_dv1, b_k0, b_k1, b_v0, b_v1, b_key, i_q, q, dout, q_desc0, q_desc1,
-                    dout_desc0, dout_desc1, lse, delta, lo, hi, numbers, o_head, q_tiles, i_b, i_h, num_rows,
-                    scale_log2, D0, D1, BQ, MASK, RAGGED, UPCAST, PRECISION)  # fmt: skip
+                    dout_desc0, dout_desc1, lse_desc, delta_desc, lo_desc, hi_desc, lse, delta, lo, hi, o_head,
+                    q_tiles, i_b, i_h, num_rows, scale_log2, D0, D1, BQ, MASK, RAGGED, UPCAST, PRECISION)  # fmt: skip
     store(dk, b_dk0 * scale, i_b, i_g, row, count, BK, 0, D0)
     store(dv, b_dv0, i_b, i_g, row, count, BK, 0, D0)
     if D1:
@@ -177,6 +178,14 @@ def _queries_step(
     return b_dq0, b_dq1
 
 
+@triton.jit
+def _give(dq, b_dq, i_b, i_h, row, count, BQ: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr):
+    """Add to dq where it is fp32; a half type is what one hop, being all there is, writes."""
+    if dq[0].dtype.element_ty == tl.float32:
+        b_dq += load(dq, i_b, i_h, row, count, BQ, COLUMN, WIDTH, False)
+    store(dq, b_dq, i_b, i_h, row, count, BQ, COLUMN, WIDTH)
+
+
 @triton.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "head_stride", "skipped", "num_keys"])
 def queries(
     q, k, v, dout, k_desc0, k_desc1, v_desc0, v_desc1, dq, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
@@ -184,9 +193,9 @@ def queries(
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq of one (query tile, batch, head) all key tiles that it sees. RAGGED, num_full: as in the forward.
+    """Add up dq of one (query tile, batch, head) over all key tiles that it sees; see `_give`.
 
-    head_stride, skipped: as in `keys`.
+    RAGGED, num_full: as in the forward. head_stride, skipped: as in `keys`.
     """
     i_tile = tl.load(order + tl.program_id(0) % num_tiles)
     i_bh = tl.program_id(0) // num_tiles
@@ -218,7 +227,6 @@ def queries(
                 b_dq0, b_dq1, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, b_lo, b_hi, i_k, k, v, k_desc0, k_desc1,
                 v_desc0, v_desc1, k_tiles, i_b, i_g, num_keys, scale_log2, D0, D1, BK, MASK, RAGGED, UPCAST,
                 PRECISION)  # fmt: skip
-    store(dq, b_dq0 * scale + load(dq, i_b, i_h, row, count, BQ, 0, D0, False), i_b, i_h, row, count, BQ, 0, D0)
+    _give(dq, b_dq0 * scale, i_b, i_h, row, count, BQ, 0, D0)
     if D1:
-        b_old = load(dq, i_b, i_h, row, count, BQ, D0, D1, False)
-        store(dq, b_dq1 * scale + b_old, i_b, i_h, row, count, BQ, D0, D1)
+        _give(dq, b_dq1 * scale, i_b, i_h, row, count, BQ, D0, D1)

@@ -124,6 +124,7 @@ def numbers(lse: torch.Tensor, delta: torch.Tensor, skipped: int, work: Work) ->
     """lse, delta, lo, hi as descriptors of one dimension in boxes of a query tile.
 
     All None, which means pointers, where TMA cannot walk them: every tile must start at a multiple of 16 bytes.
+    A kernel takes each as an argument of its own: the driver does not look for descriptors inside tuples.
     """
     some = (lse, delta, *work.tables[:2])
     aligned = not work.constants["RAGGED"] and lse.shape[2] % 4 == 0 and skipped % 4 == 0
@@ -149,7 +150,7 @@ def sharpened(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
 
 
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
-    """Launch `forward_kernel.attend`, which takes every view. See `kernels.Kernel.forward`."""
+    """Launch `forward_kernel.attend`. See `kernels.Kernel.forward`."""
     keys, view = trimmed(view).keys, trimmed(view).of_keys
     k, v = k[:, keys], v[:, keys]
     q, scale = sharpened(q, scale)
@@ -181,13 +182,18 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
     return total
 
 
+def clear_around(part: slice, *grads: torch.Tensor) -> None:
+    """Zero the rows of [B, N, H, D] tensors before and behind `part`."""
+    for x in grads:
+        if part.stop - part.start < x.shape[1]:
+            x[:, : part.start].zero_()
+            x[:, part.stop :].zero_()
+
+
 def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float) -> None:
     """Launch `backward_kernels.keys`: every row of dk and dv is written."""
     rows, keys, _, view = trimmed(view)
-    for x in (dk, dv):
-        if keys.stop - keys.start < x.shape[1]:
-            x[:, : keys.start].zero_()
-            x[:, keys.stop :].zero_()
+    clear_around(keys, dk, dv)
     dout, q, k, v, dk, dv = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], dk[:, keys], dv[:, keys]
     batch, num_rows, heads, _ = q.shape
     groups = k.shape[2]
@@ -197,26 +203,30 @@ def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float
     block, here = work.tiling.block_q, work.card
     backward_kernels.keys[grid(work.num_tiles, batch, groups)](
         *map(rows_argument, (q, k, v, dout)), *descriptors(q, block, here), *descriptors(dout, block, here),
-        rows_argument(dk), rows_argument(dv), lse, delta, *work.tables,
-        numbers(lse, delta, rows.start, work), scale, scale * LOG2E,
+        *numbers(lse, delta, rows.start, work), rows_argument(dk), rows_argument(dv), lse, delta, *work.tables,
+        scale, scale * LOG2E,
         work.num_tiles, work.num_full, groups, heads // groups, num_rows, lse.shape[2], rows.start,
         PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip
 
 
 def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -> None:
-    """Launch `backward_kernels.queries`: add to dq."""
+    """Launch `backward_kernels.queries`: add to dq where it is fp32, else write every row of it."""
     rows, keys, _, view = trimmed(view)
+    adds = dq.dtype == torch.float32
+    if not adds:
+        clear_around(rows, dq)
     dout, q, k, v, dq = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], dq[:, rows]
     batch, _, heads, _ = q.shape
     num_keys, groups = k.shape[1:3]
     work = Work.of("queries", q, view)
-    if not work.num_busy:
+    num_tiles = work.num_busy if adds else work.num_tiles
+    if not num_tiles:
         return
     block, here = work.tiling.block_k, work.card
-    backward_kernels.queries[grid(work.num_busy, batch, heads)](
+    backward_kernels.queries[grid(num_tiles, batch, heads)](
         *map(rows_argument, (q, k, v, dout)), *descriptors(k, block, here), *descriptors(v, block, here),
         rows_argument(dq), lse, delta, *work.tables,
-        scale, scale * LOG2E, work.num_busy, work.num_full, heads, heads // groups, lse.shape[2], rows.start, num_keys,
+        scale, scale * LOG2E, num_tiles, work.num_full, heads, heads // groups, lse.shape[2], rows.start, num_keys,
         PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip

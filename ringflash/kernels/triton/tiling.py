@@ -1,13 +1,18 @@
 """Which tiles each kernel uses: a table, not an autotuner, because these kernels add to their arguments.
 
-Each row is the largest tile that the card's shared memory holds and that neither spills nor serialises its products;
+`tuned.json` holds what `benchmarks/tune.py` measured, by card; the rows here serve every other card and head dimension.
+Each is the largest tile that the card's shared memory holds and that neither spills much nor serialises its products;
 `benchmarks/offline.py` prints what the compiler makes of every row. fp32 is there to be right: its tiles are small.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
 from typing import NamedTuple
 
+TUNED = Path(__file__).with_name("tuned.json")
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 
 
@@ -33,17 +38,17 @@ class Tiling(NamedTuple):
 Rows = dict[str, dict[int, Tiling]]
 
 HOPPER: Rows = {
-    "forward": {64: Tiling(128, 128, 8, 3), 128: Tiling(128, 64, 8, 3), 256: Tiling(128, 64, 8, 2)},
+    "forward": {64: Tiling(128, 128, 8, 3), 128: Tiling(128, 64, 4, 2), 256: Tiling(128, 64, 8, 2)},
     "keys": {128: Tiling(64, 128, 8, 3), 256: Tiling(64, 64, 8, 2)},
     "queries": {128: Tiling(128, 64, 8, 3), 192: Tiling(128, 64, 8, 2), 256: Tiling(64, 64, 8, 2)},
 }
 BLACKWELL: Rows = {
-    "forward": HOPPER["forward"],
+    "forward": HOPPER["forward"] | {128: Tiling(128, 64, 8, 3)},
     "keys": {64: Tiling(64, 128, 8, 2), 128: Tiling(64, 64, 8, 2), 256: Tiling(32, 64, 8, 1)},
     "queries": {128: Tiling(128, 64, 8, 2), 192: Tiling(64, 64, 8, 2), 256: Tiling(64, 32, 8, 2)},
 }
 AMPERE: Rows = {
-    "forward": HOPPER["forward"] | {192: Tiling(128, 64, 8, 2), 256: Tiling(128, 32, 8, 2)},
+    "forward": HOPPER["forward"] | {128: Tiling(128, 64, 8, 3), 192: Tiling(128, 64, 8, 2), 256: Tiling(128, 32, 8, 2)},
     "keys": {
         64: Tiling(64, 128, 8, 3),
         128: Tiling(64, 64, 8, 3),
@@ -75,11 +80,23 @@ def columns(width: int) -> tuple[int, int]:
     return d0, width - d0
 
 
+@functools.cache
+def measured(card: Card) -> Rows:
+    """What `benchmarks/tune.py` found best on this card, for 16 bits: kernel -> head dimension -> tiles."""
+    table = json.loads(TUNED.read_text(encoding="utf-8")) if TUNED.is_file() else {}
+    rows = table.get(f"{card.backend}:{card.arch}", {}).get("rows", {})
+    return {
+        kernel: {int(width): Tiling(**row["tiling"]) for width, row in found.items()} for kernel, found in rows.items()
+    }
+
+
 def tiling(kernel: str, width: int, element_size: int, card: Card) -> Tiling:
     """The tiles of a kernel ("forward", "keys", "queries") for a head dimension and an element of 2 or 4 bytes."""
     if element_size == 4:
         rows = CUDA_FP32 if card.backend == "cuda" else HIP_FP32
     else:
+        if best := measured(card).get(kernel, {}).get(width):
+            return best
         families: dict[int | str, Rows] = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
         rows = families.get(card.arch, SMALL)
     return rows[kernel][min(limit for limit in rows[kernel] if width <= limit)]
