@@ -231,17 +231,17 @@ def _consumer(
         _store_state(b_acc, p_state, state_row, count, C, D, WIDTH, OL)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "num_slots", "section"])
+@gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "num_slots", "together"])
 def attend_fp8(
     q_desc, k_desc, v_desc, scales, state, out, lse, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale_log2, num_tiles, num_full, num_heads, group, num_rows, num_slots, section,
+    scale_log2, num_tiles, num_full, num_heads, group, num_rows, num_slots, together,
     D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """k_desc [B, G, num_slots BK, D], v_desc [B, G, D, num_slots BK], scales [B, G, num_slots, 2]: from
     `quantise_kernel.quantise`, a slot for each key tile. The rest as in `gluon.forward_kernel.attend`.
     """
-    i_tile, i_bh = tile_and_head(order, num_tiles, section)
+    i_tile, i_bh = tile_and_head(order, num_tiles, together)
     i_b = i_bh // num_heads
     i_h = i_bh % num_heads
     v0, f0, f1, v1 = range_of(ranges, i_tile, num_full)

@@ -12,30 +12,51 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...mask import View
-from ..gluon.launch import Work, descriptor, sharpened, walkable
+from ..gluon.launch import descriptor, sharpened, walkable
 from ..gluon.tiling import columns
 from ..trimming import trimmed
 from ..triton.launch import LOG2E, grid, rows_argument
 from . import forward_kernel, quantise_kernel
-from .tiling import BLOCK_K, BLOCK_Q, TILINGS
+from .tiling import BLOCK_K, BLOCK_Q, NUM_SMS, REGISTERS, STAGES
 
 
-def work_of(q: torch.Tensor, view: View) -> Work:
-    """What the forward has to do for one view; without `bounds`, which only the backward of `gluon` reads."""
-    width = columns(q.shape[3])
-    return view.memo((work_of, width, q.device), lambda: _work(width, q.device, view))
+class Work(NamedTuple):
+    """What the forward has to do for one view, without heads and batch; made once a view.
 
+    tables: lo, hi, q_tiles, k_tiles, ranges, order, on the device
+    num_tiles: how many query tiles; num_busy: how many of them, first in order, see anything
+    num_full: so many key tiles, from the first on, are full
+    together: how many heads end the grid together, as in `gluon.launch.Work`
+    """
 
-def _work(width: int, device: torch.device, view: View) -> Work:
-    made: Any = view.tiles(BLOCK_Q, BLOCK_K, device)
-    ranges: Any = view.tiles(BLOCK_Q, BLOCK_K).q_ranges
-    counts = view.k_segments[:, 1]
-    num_full = 0 if (counts[:-1] % BLOCK_K).any() else int(counts.sum()) // BLOCK_K
-    tables = (*view.bounds(device), made.q_tiles, made.k_tiles, made.q_ranges, made.q_order)
-    lengths = ranges[:, 3] - ranges[:, 0]
-    num_busy = int((lengths > 0).sum())
-    uneven = bool(lengths.max(initial=0) * num_busy > 1.25 * lengths.sum())
-    return Work(TILINGS[width], tables, len(ranges), num_busy, num_full, uneven, torch.empty(0))
+    tables: tuple[torch.Tensor, ...]
+    num_tiles: int
+    num_busy: int
+    num_full: int
+    together: int
+
+    @classmethod
+    def of(cls, view: View, device: torch.device) -> Work:
+        return view.memo((cls, device), lambda: cls._made(view, device))
+
+    @classmethod
+    def _made(cls, view: View, device: torch.device) -> Work:
+        made: Any = view.tiles(BLOCK_Q, BLOCK_K, device)
+        ranges: Any = view.tiles(BLOCK_Q, BLOCK_K).q_ranges
+        counts, lengths = view.k_segments[:, 1], ranges[:, 3] - ranges[:, 0]
+        num_full = 0 if (counts[:-1] % BLOCK_K).any() else int(counts.sum()) // BLOCK_K
+        num_busy, longest, total = int((lengths > 0).sum()), int(lengths.max(initial=0)), int(lengths.sum())
+        together = -(-2 * NUM_SMS * longest // total) if longest * num_busy > 1.25 * total else 1
+        tables = (*view.bounds(device), made.q_tiles, made.k_tiles, made.q_ranges, made.q_order)
+        return cls(tables, len(ranges), num_busy, num_full, together)
+
+    @property
+    def q_tiles(self) -> torch.Tensor:
+        return self.tables[2]
+
+    @property
+    def k_tiles(self) -> torch.Tensor:
+        return self.tables[3]
 
 
 class Quantised(NamedTuple):
@@ -67,8 +88,8 @@ def quantised(k: torch.Tensor, v: torch.Tensor, k_tiles: torch.Tensor) -> Quanti
 def represented(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: View) -> list[torch.Tensor]:
     """What the forward computed with in place of q, k, v, 0 in padding: launches `quantise_kernel.represent`."""
     rows, keys, _, view = trimmed(view)
-    work = work_of(q, view)
-    q_sides, k_sides = (rows, work.tables[2], BLOCK_Q), (keys, work.tables[3], BLOCK_K)
+    work = Work.of(view, q.device)
+    q_sides, k_sides = (rows, work.q_tiles, BLOCK_Q), (keys, work.k_tiles, BLOCK_K)
     made = []
     for x, (part, tiles, block) in ((q, q_sides), (k, k_sides), (v, k_sides)):
         batch, num_rows, heads, width = x.shape
@@ -92,10 +113,10 @@ def _boxes(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
     """Launch `quantise_kernel.quantise` and `forward_kernel.attend_fp8`. See `kernels.Kernel.forward`."""
     keys, view = trimmed(view).keys, trimmed(view).of_keys
-    work = work_of(q, view)
+    work = Work.of(view, q.device)
     num_tiles = work.num_tiles if first or last else work.num_busy
     if num_tiles:
-        there = quantised(k[:, keys], v[:, keys], work.tables[3])
+        there = quantised(k[:, keys], v[:, keys], work.k_tiles)
         attend(q, there, work, state, scale=scale, num_tiles=num_tiles, ends=(first, last))
 
 
@@ -110,7 +131,6 @@ def attend(
         descriptor(walkable(q), 64), _boxes(keys.k, BLOCK_K, num_columns), _boxes(keys.v, num_columns, BLOCK_K),
         keys.scales, rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,
         *work.tables, scale * LOG2E, num_tiles, work.num_full, heads, heads // num_groups, num_rows, num_slots,
-        work.section(heads, num_groups, keys.k, keys.v),
-        D=num_columns, WIDTH=width, BK=BLOCK_K, STAGES=work.tiling.num_stages, REGISTERS=work.tiling.registers,
+        work.together, D=num_columns, WIDTH=width, BK=BLOCK_K, STAGES=STAGES[num_columns], REGISTERS=REGISTERS,
         FIRST=ends[0], LAST=ends[1], num_warps=4,
     )  # fmt: skip
