@@ -22,6 +22,7 @@ from .tiling import TILINGS, Tiling, columns
 GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 MAX_NUMBERS = 2**31 - 1  # two a row, of all heads together: the backward's TMA finds them by one 32-bit coordinate
 
+NUM_SMS = 132  # of the largest Hopper; a program of these kernels has one to itself
 SECTION_BYTES = 2**25  # what the programs of a section share should stay in the L2, which is 50 MB
 
 
@@ -73,7 +74,7 @@ class Work(NamedTuple):
     tables: lo, hi, q_tiles, k_tiles, ranges, order, on the device; the last two are those of the kernel's own tiles
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
     num_full: so many key tiles, from the first on, are full
-    uneven: is the longest range much longer than the mean?
+    num_heads: tiles of so many heads keep the card busy for twice the time of the longest; 1 where tiles are alike
     bounds: int32 [num query tiles, 2, block_q], lo and hi tile by tile, (0, 0) behind a short tile's end
     """
 
@@ -82,7 +83,7 @@ class Work(NamedTuple):
     num_tiles: int
     num_busy: int
     num_full: int
-    uneven: bool
+    num_heads: int
     bounds: torch.Tensor
 
     @classmethod
@@ -110,21 +111,20 @@ class Work(NamedTuple):
         bounds = np.stack([np.where(o_row < count, side[rows], 0) for side in (view.lo, view.hi)], 1)
         lengths = ranges[:, 3] - ranges[:, 0]
         num_busy = int((lengths > 0).sum())
-        uneven = bool(lengths.max(initial=0) * num_busy > 1.25 * lengths.sum())
-        return cls(tiles, tables, len(ranges), num_busy, num_full, uneven, torch.from_numpy(bounds).to(device))
+        longest, total = int(lengths.max(initial=0)), int(lengths.sum())
+        num_heads = -(-2 * NUM_SMS * longest // total) if longest * num_busy > 1.25 * total else 1
+        return cls(tiles, tables, len(ranges), num_busy, num_full, num_heads, torch.from_numpy(bounds).to(device))
 
     def section(self, heads: int, groups: int, *shared: torch.Tensor) -> int:
-        """How many heads a grid takes at a time, see `walk.tile_and_head`.
+        """How many heads end a grid together, see `walk.tile_and_head`: `num_heads`, if the L2 holds what they share.
 
-        As many as the L2 holds; 1 where ranges are alike: there is nothing to even out, and a head by itself is read
-        from the L2 more often. heads: of the grid, in `groups` that share; shared: [B, N, ..., D], what its programs
-        read again and again.
+        heads: of the grid and one batch entry, in `groups` that share; shared: [B, N, ..., D], what its programs read
+        again and again.
         """
-        if not self.uneven:
+        if self.num_heads == 1:
             return 1
-        batch = shared[0].shape[0]
-        group_bytes = sum(x.numel() * x.element_size() for x in shared) // (batch * groups)
-        return min(max(SECTION_BYTES // group_bytes, 1) * (heads // groups), batch * heads)
+        group_bytes = sum(x.numel() * x.element_size() for x in shared) // (shared[0].shape[0] * groups)
+        return min(self.num_heads, max(SECTION_BYTES // group_bytes, 1) * (heads // groups))
 
 
 def sharpened(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:

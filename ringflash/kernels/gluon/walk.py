@@ -21,14 +21,19 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def tile_and_head(order, num_tiles, section):
-    """(tile, batch x heads + head) of a program: the tiles of `section` heads at a time, the longest first.
+    """(tile, batch x heads + head) of a program: head by head, and the last `section` heads as if they were one.
 
-    Head by head, a grid ends with the long tiles of one head and little else. `launch.Work.section` says how many.
+    Inside a head the longest tiles come first. Programs that run side by side then read the same tensors; but where
+    the last head starts, its long tiles wait for those of the head before, and the grid ends with a few of them.
+    `launch.Work.section` says how many heads even that out.
     """
-    i_first = gl.program_id(0) // (section * num_tiles) * section
-    i_rest = gl.program_id(0) - i_first * num_tiles
-    num_heads = gl.minimum(section, gl.num_programs(0) // num_tiles - i_first)
-    return gl.load(order + i_rest // num_heads), i_first + i_rest % num_heads
+    i = gl.program_id(0)
+    num_heads = gl.num_programs(0) // num_tiles
+    i_split = gl.maximum(num_heads - section, 0)
+    num_last = num_heads - i_split
+    i_last = i - i_split * num_tiles
+    i_order = gl.where(i_last < 0, i % num_tiles, i_last // num_last)
+    return gl.load(order + i_order), gl.where(i_last < 0, i // num_tiles, i_split + i_last % num_last)
 
 
 @gluon.jit
