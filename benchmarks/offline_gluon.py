@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import triton
-from offline import OfflineDriver, narrow_offsets
+from offline import OfflineDriver, check_arguments, narrow_offsets
 
 from ringflash.kernels import State
 from ringflash.kernels.gluon import launch
@@ -163,7 +163,7 @@ def _sass(cubin: bytes) -> str:
 
 
 def compile_offline(case: Case) -> Compiled:
-    """Compile one case; raises what the compiler raises. Wants a process of its own: Triton is told of another card."""
+    """Compile one case; raises what compiler and driver raise. Wants a process of its own: Triton is told of another card."""
     compiled = {}
     launching = triton.runtime.jit.JITFunction.run
 
@@ -180,6 +180,8 @@ def compile_offline(case: Case) -> Compiled:
             _call(case)
     finally:
         triton.runtime.jit.JITFunction.run = launching
+    for made in compiled.values():
+        check_arguments(made)
     kernel, text = compiled[case.kernel], log.getvalue()
     sass = _sass(kernel.asm["cubin"])
     return Compiled(

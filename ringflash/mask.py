@@ -130,8 +130,6 @@ class View:
             self._made[key] = make()
         return self._made[key]
 
-    _memo = memo
-
     def key_positions(self, device: torch.device) -> torch.Tensor:
         """int32 [number of visiting keys]: the global position of each."""
         make = lambda: torch.from_numpy(positions(self.k_segments).astype(np.int32)).to(device)  # noqa: E731

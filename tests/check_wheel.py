@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-NEEDED = ("ringflash/__init__.py", "ringflash/py.typed", "ringflash/train/__main__.py", "ringflash/configs/demo.toml")
+NEEDED = ("ringflash/train/__main__.py", "ringflash/configs/demo.toml")  # beside the tracked files of ringflash/
 
 
 def run(command: list[str], **given) -> str:
@@ -41,7 +41,9 @@ def check_claims(wheel: Path) -> None:
         record = [line.split(",")[0] for line in archive.read(f"{info}/RECORD").decode().splitlines()]
         top_level = archive.read(f"{info}/top_level.txt").decode().split()
     strangers = [name for name in {*names, *record} if name.split("/")[0] not in ("ringflash", info)]
-    missing = [name for name in (*NEEDED, f"{info}/licenses/LICENSE") if name not in names]
+    tracked = run(["git", "ls-files", "-z", "ringflash"], cwd=REPO).split("\0")[:-1]
+    here = [name for name in tracked if (REPO / name).is_file()]
+    missing = [name for name in (*NEEDED, *here, f"{info}/licenses/LICENSE") if name not in names]
     if strangers or missing or top_level != ["ringflash"]:
         raise SystemExit(f"the wheel claims {top_level}, holds {strangers} and lacks {missing}")
 
