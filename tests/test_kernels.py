@@ -247,6 +247,33 @@ def test_delta_is_rowsum_of_out_times_dout_minus_dlse_in_fp32(kernel):
     assert error(KERNELS[kernel].delta(q, dout, None), plain) < 1e-5
 
 
+FRONT = {"intervals": tuple((torch.arange(SIZE, dtype=torch.int32) + ahead).clamp_min(7 + ahead) for ahead in (-5, 0))}
+PADDED = {  # mask, and which queries and keys it leaves out
+    "padding": ({"cu_seqlens": [0, 20, 53]}, slice(53, SIZE), slice(53, SIZE)),
+    "padding, window": ({"cu_seqlens": [0, 20, 53], "window": 9}, slice(53, SIZE), slice(53, SIZE)),
+    "keys in front": (FRONT, slice(0, 0), slice(0, 2)),
+    "all": ({"cu_seqlens": [0, 0]}, slice(0, SIZE), slice(0, SIZE)),
+}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", PADDED)
+def test_nothing_in_the_padding_reaches_the_rows_before_it(monkeypatch, name, value):
+    """Padding holds what the caller left there, and 0 * NaN is NaN: bitwise the same results as with zeros there."""
+    for constant, tile in (("BLOCK_Q", 16), ("BLOCK_K", 8), ("SLAB", 24)):
+        monkeypatch.setattr(eager, constant, tile)
+    given, rows, keys = PADDED[name]
+
+    def results(filling: float) -> dict[str, torch.Tensor]:
+        q, k, v, dout, dlse = inputs(SIZE)
+        q[:, rows] = dout[:, rows] = dlse[..., rows] = filling
+        k[:, keys] = v[:, keys] = filling
+        return got(q, k, v, dout, dlse, kernel="eager", **given)
+
+    zero, poisoned = results(0.0), results(value)
+    assert all(torch.equal(poisoned[result], zero[result]) for result in NAMES)
+
+
 def test_eager_never_holds_a_matrix_of_all_scores(monkeypatch):
     """The largest tensor that the kernel makes for 2048 x 2048 tokens is far below 2048 x 2048."""
     largest = 0
