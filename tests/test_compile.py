@@ -6,6 +6,7 @@ Each kernel is compiled in a process that does nothing else, so that a compiler 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import sys
@@ -22,7 +23,8 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from benchmarks import offline
-from ringflash.kernels.triton.tiling import HEAD_DIMS, Card, tiling
+from ringflash.kernels.triton import tiling as tiles
+from ringflash.kernels.triton.tiling import HEAD_DIMS, Card, Tiling, tiling
 
 MAX_SPILL_BYTES = 256  # a thread
 
@@ -147,3 +149,33 @@ def test_a_descriptor_inside_a_tuple_is_found_before_a_launch(nested):
     )
     with pytest.raises(AssertionError) if nested else contextlib.nullcontext():
         offline.check_arguments(kernel)
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch) -> Iterator[Callable[[dict], None]]:
+    """table(rows): these were measured on a Hopper."""
+
+    def write(rows: dict) -> None:
+        path = tmp_path / "tuned.json"
+        path.write_text(json.dumps({"cuda:90": {"commit": "abc", "rows": rows}}))
+        monkeypatch.setattr(tiles, "TUNED", path)
+
+    tiles.measured.cache_clear()
+    yield write
+    tiles.measured.cache_clear()
+
+
+def test_tiles_that_were_measured_come_before_the_rows_of_the_file(table):
+    best = Tiling(64, 32, 4, 5)
+    table({"keys": {"128": {"tiling": best._asdict(), "tflops": 1.0}}})
+    card, other = Card("cuda", 90), Card("cuda", 100)
+    assert tiling("keys", 128, 2, card) == best
+    assert tiling("keys", 128, 4, card) == tiles.CUDA_FP32["keys"][128]
+    assert tiling("keys", 96, 2, card) == tiles.HOPPER["keys"][128]
+    assert tiling("forward", 128, 2, card) == tiles.HOPPER["forward"][128]
+    assert tiling("keys", 128, 2, other) == tiles.BLACKWELL["keys"][128]
+
+
+def test_without_a_table_there_are_the_rows_of_the_file(table, monkeypatch):
+    monkeypatch.setattr(tiles, "TUNED", pathlib.Path("nowhere"))
+    assert tiling("forward", 64, 2, Card("cuda", 90)) == tiles.HOPPER["forward"][64]
