@@ -28,12 +28,11 @@ from .walk import (
     LOG2E,
     fresh,
     inside,
+    job_and_head,
     masked_keys,
     matrix,
     new_barriers,
     new_stages,
-    range_of,
-    tile_and_head,
     tile_at,
     tma_load,
     wait_full,
@@ -321,21 +320,19 @@ def _store_out(b_q, b_acc, p_out, out_row, count, C: gl.constexpr, D: gl.constex
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "section"])
 def attend(
-    q_desc, k_desc, v_desc, state, out, lse, lo, hi, q_tiles, k_tiles, ranges, order,
+    q_desc, k_desc, v_desc, state, out, lse, lo, hi, k_tiles, jobs,
     scale_log2, num_tiles, num_full, num_heads, group, num_rows, section,
     D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc: [B, H or G, N, D] in boxes of 64 queries or BK keys and D columns, of which the
     tensors have WIDTH; TMA reads 0 in the others. The rest as in `triton.forward_kernel.attend`, but num_full is 0
-    where some key tile but the last is short. section: see `tile_and_head`.
+    where some key tile but the last is short. section: see `job_and_head`.
     """
-    i_tile, i_bh = tile_and_head(order, num_tiles, section)
+    job, i_bh = job_and_head(jobs, num_tiles, section)
+    row, _, count, v0, f0, f1, v1, _ = job
     i_b = i_bh // num_heads
     i_h = i_bh % num_heads
-    v0, f0, f1, v1 = range_of(ranges, i_tile, num_full)
-    row = gl.load(q_tiles + 3 * i_tile)
-    count = gl.load(q_tiles + 3 * i_tile + 2)
     o_b = i_b.to(gl.int64)
     o_h = i_h.to(gl.int64)
     o_row = row.to(gl.int64)

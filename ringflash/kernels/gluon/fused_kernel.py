@@ -29,9 +29,8 @@ from .keys_kernel import (
     producer,
     store_gradients,
     tile_of_step,
-    walk_of,
 )
-from .walk import arrive_free, matrix, new_barriers, tile_and_head, wait_full
+from .walk import arrive_free, job_and_head, matrix, new_barriers, wait_full
 
 
 @builtin
@@ -71,6 +70,7 @@ def _step(
 ):  # fmt: skip
     """As `keys_kernel`'s, and hand this consumer's piece of dq to the adder."""
     q_s, dout_s, starts_s, _ = rings
+    BQ: gl.constexpr = q_s.shape[3]
     q_full, dout_full, free = barriers
     ds_s, dq_s, ds_full, dq_full, dq_free = exchange
     AL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
@@ -78,7 +78,7 @@ def _step(
     stage = t % STAGES
     b_dout = matrix(dout_s.index(stage))
     wait_full(dout_full, t, STAGES)
-    b_dp = columns(starts_s.index(stage).slice(64, 64), TL)
+    b_dp = columns(starts_s.index(stage).slice(BQ, BQ), TL)
     b_dp = warpgroup_mma(v_half, b_dout.permute([1, 0]), b_dp, is_async=True)
     b_p = gl.exp2(b_s * scale_log2)
     b_pa = gl.convert_layout(b_p.to(q_s.dtype), AL)
@@ -91,7 +91,7 @@ def _step(
     b_dsa = gl.convert_layout(b_ds, AL)
     b_dk = warpgroup_mma(b_dsa, matrix(q_s.index(stage)), b_dk, is_async=True)
     mbarrier.wait(ds_full.index(t & 1), (t >> 1) & 1)
-    zero = gl.zeros([64, D // 2], gl.float32, QL)
+    zero = gl.zeros([BQ, D // 2], gl.float32, QL)
     b_dq = warpgroup_mma(ds_s.index(t & 1).permute([1, 0]), k_columns, zero, use_acc=False, is_async=True)
     b_dk, b_dv, b_pa, b_dsa = warpgroup_mma_wait(1, deps=[b_dk, b_dv, b_pa, b_dsa])
     arrive_free(free, t, STAGES)
@@ -111,7 +111,9 @@ def _consumer(
     C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel`'s."""
-    TL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    TL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rings[0].shape[3], 16]
+    )
     KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     k_half = matrix(k_s).slice(C * 64, 64, dim=0)
     v_half = matrix(v_s).slice(C * 64, 64, dim=0)
@@ -139,17 +141,15 @@ def _consumer(
 @gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group", "section"])
 def all_gradients(
     q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, dq_desc, dk, dv,
-    q_tiles, k_tiles, ranges, order, scale, scale_log2, dq_scale, num_tiles, num_q_tiles, num_groups, group, section,
+    q_tiles, jobs, scale, scale_log2, dq_scale, num_tiles, num_q_tiles, num_groups, group, section,
     D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel.keys`, and add dq_scale dS K to dq. dq_desc: [B, H, N, D] fp32 in boxes of 64 rows, D / 2."""
-    i_tile, i_bg = tile_and_head(order, num_tiles, section)
+    job, i_bg = job_and_head(jobs, num_tiles, section)
+    row, position, count, v0, f0, f1, v1, shift = job
+    walk = (v0, f0, f1, v1, shift)
     i_b = i_bg // num_groups
     i_g = i_bg % num_groups
-    row = gl.load(k_tiles + 3 * i_tile)
-    position = gl.load(k_tiles + 3 * i_tile + 1)
-    count = gl.load(k_tiles + 3 * i_tile + 2)
-    walk = walk_of(ranges, i_tile, num_q_tiles, count)
     p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
     p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
     num_masked = num_steps_of(walk, False) * group
@@ -160,8 +160,8 @@ def all_gradients(
         q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, STAGES
     )
     DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 128, 64], DS)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, D // 2], dq_desc.layout)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 128, q_desc.block_type.shape[2]], DS)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, q_desc.block_type.shape[2], D // 2], dq_desc.layout)
     exchange = (ds_s, dq_s, new_barriers(2, 2), new_barriers(2, 1), new_barriers(2, 1))
     fence_async_shared()
     descs = (q_desc, dout_desc, starts_desc, bounds_desc)

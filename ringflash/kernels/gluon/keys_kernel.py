@@ -25,11 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .walk import (
     arrive_free,
     inside,
+    job_and_head,
     matrix,
     new_barriers,
     new_ring,
-    range_of,
-    tile_and_head,
     tile_at,
     tma_load,
     wait_full,
@@ -69,18 +68,6 @@ def tile_of_step(walk, i, PLAIN: gl.constexpr):
 
 
 @gluon.jit
-def walk_of(ranges, i_tile, num_q_tiles, count):
-    """(v0, f0, f1, v1, shift) of a key tile: see `range_of` and `tile_of_step`.
-
-    Behind the end of a short tile (count < 128) lie another tile's keys, which dq must not see: all steps are masked.
-    """
-    v0, f0, f1, v1 = range_of(ranges, i_tile, num_q_tiles)
-    f0 = gl.where(count < 128, v1, f0)
-    f1 = gl.where(count < 128, v1, f1)
-    return v0, f0, f1, v1, 2 * i_tile % gl.maximum(f1 - f0, 1)
-
-
-@gluon.jit
 def positions_of(position, count, C: gl.constexpr, TL: gl.constexpr):
     """The positions of consumer C's 64 keys; behind a short tile's end one that no query sees."""
     o_key = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, TL))
@@ -101,14 +88,15 @@ def _fill_step(descs, rings, barriers, at_head, i_tile, q_tiles, num_tiles, t, S
     q_s, dout_s, starts_s, bounds_s = rings
     q_full, dout_full, free = barriers
     i_b, i_head, num_heads = at_head
+    BQ: gl.constexpr = q_desc.block_type.shape[2]
     row = gl.load(q_tiles + 3 * i_tile)
     stage = t % STAGES
     mbarrier.wait(free.index(stage), ((t // STAGES) & 1) ^ 1)
-    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 1024)
+    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 16 * BQ)
     tma_load(q_desc, [i_b, i_head, row, 0], q_full.index(stage), q_s.index(stage))
-    at = ((i_b * num_heads + i_head) * num_tiles + i_tile) * 128
+    at = ((i_b * num_heads + i_head) * num_tiles + i_tile) * 2 * BQ
     tma_load(starts_desc, [at], q_full.index(stage), starts_s.index(stage))
-    tma_load(bounds_desc, [i_tile * 128], q_full.index(stage), bounds_s.index(stage))
+    tma_load(bounds_desc, [i_tile * 2 * BQ], q_full.index(stage), bounds_s.index(stage))
     mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
     tma_load(dout_desc, [i_b, i_head, row, 0], dout_full.index(stage), dout_s.index(stage))
 
@@ -134,8 +122,9 @@ def producer(
 
 @gluon.jit
 def columns(x, TL: gl.constexpr):
-    """One number a query, [64], repeated over the keys: [64, 64]."""
-    return gl.broadcast(x.load(gl.SliceLayout(0, TL))[None, :], gl.zeros([64, 64], gl.float32, TL))[0]
+    """One number a query, [BQ], repeated over the keys: [64, BQ]."""
+    BQ: gl.constexpr = x.shape[0]
+    return gl.broadcast(x.load(gl.SliceLayout(0, TL))[None, :], gl.zeros([64, BQ], gl.float32, TL))[0]
 
 
 @gluon.jit
@@ -144,12 +133,13 @@ def issue_scores(
 ):  # fmt: skip
     """Start S^T(t) = K Q^T - lse / scale. Behind the last step (more is 0) it multiplies stale data nobody reads."""
     q_s, _, starts_s, bounds_s = rings
+    BQ: gl.constexpr = q_s.shape[3]
     stage = t % STAGES
     mbarrier.wait(q_full.index(stage), (t // STAGES) & 1, pred=more)
-    b_s = columns(starts_s.index(stage).slice(0, 64), TL)
+    b_s = columns(starts_s.index(stage).slice(0, BQ), TL)
     if MASK:
-        b_lo = bounds_s.index(stage).slice(0, 64).load(gl.SliceLayout(0, TL))[None, :]
-        b_hi = bounds_s.index(stage).slice(64, 64).load(gl.SliceLayout(0, TL))[None, :]
+        b_lo = bounds_s.index(stage).slice(0, BQ).load(gl.SliceLayout(0, TL))[None, :]
+        b_hi = bounds_s.index(stage).slice(BQ, BQ).load(gl.SliceLayout(0, TL))[None, :]
         b_s = gl.where((b_key[:, None] >= b_lo) & (b_key[:, None] < b_hi), b_s, float("-inf"))
     return warpgroup_mma(k_half, matrix(q_s.index(stage)).permute([1, 0]), b_s, is_async=True)
 
@@ -164,12 +154,13 @@ def _step(
     No product may be in flight over the loop's back edge: ptxas then serialises every product of the kernel.
     """
     q_s, dout_s, starts_s, _ = rings
+    BQ: gl.constexpr = q_s.shape[3]
     q_full, dout_full, free = barriers
     AL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
     stage = t % STAGES
     b_dout = matrix(dout_s.index(stage))
     wait_full(dout_full, t, STAGES)
-    b_dp = columns(starts_s.index(stage).slice(64, 64), TL)
+    b_dp = columns(starts_s.index(stage).slice(BQ, BQ), TL)
     b_dp = warpgroup_mma(v_half, b_dout.permute([1, 0]), b_dp, is_async=True)
     b_p = gl.exp2(b_s * scale_log2)
     b_pa = gl.convert_layout(b_p.to(q_s.dtype), AL)
@@ -196,8 +187,8 @@ def new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, STA
     kv_full = new_barriers(1, 1).index(0)
     q_s, q_full, free = new_ring(q_desc, STAGES, 2)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, q_s.shape, dout_desc.layout)
-    starts_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], starts_desc.layout)
-    bounds_s = gl.allocate_shared_memory(gl.int32, [STAGES, 128], bounds_desc.layout)
+    starts_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * q_desc.block_type.shape[2]], starts_desc.layout)
+    bounds_s = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * q_desc.block_type.shape[2]], bounds_desc.layout)
     rings = (q_s, dout_s, starts_s, bounds_s)
     return rings, (q_full, new_barriers(STAGES, 1), free), k_s, v_s, kv_full
 
@@ -223,7 +214,9 @@ def _consumer(
     C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Keys 64 C ... 64 C + 63 of the tile. grads: see `store_gradients`."""
-    TL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    TL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rings[0].shape[3], 16]
+    )
     KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     k_half = matrix(k_s).slice(C * 64, 64, dim=0)
     v_half = matrix(v_s).slice(C * 64, 64, dim=0)
@@ -249,21 +242,19 @@ def _consumer(
 @gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group", "section"])
 def keys(
     q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, dk, dv,
-    q_tiles, k_tiles, ranges, order, scale, scale_log2, num_tiles, num_q_tiles, num_groups, group, section,
+    q_tiles, jobs, scale, scale_log2, num_tiles, num_q_tiles, num_groups, group, section,
     D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
     *_desc: [B, H or G, N, D] in boxes of 64 queries or 128 keys; starts: of `row_starts`, flat; bounds: lo and hi
-    likewise, int32 [num_q_tiles, 2, 64]; section: see `tile_and_head`. Rows that nobody sees are written as 0.
+    likewise, int32 [num_q_tiles, 2, 64]; section: see `job_and_head`. Rows that nobody sees are written as 0.
     """
-    i_tile, i_bg = tile_and_head(order, num_tiles, section)
+    job, i_bg = job_and_head(jobs, num_tiles, section)
+    row, position, count, v0, f0, f1, v1, shift = job
+    walk = (v0, f0, f1, v1, shift)
     i_b = i_bg // num_groups
     i_g = i_bg % num_groups
-    row = gl.load(k_tiles + 3 * i_tile)
-    position = gl.load(k_tiles + 3 * i_tile + 1)
-    count = gl.load(k_tiles + 3 * i_tile + 2)
-    walk = walk_of(ranges, i_tile, num_q_tiles, count)
     p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
     p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
     num_masked = num_steps_of(walk, False) * group

@@ -13,7 +13,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...mask import View
+from ...mask import Tiles, View
 from ..trimming import trimmed
 from ..triton.launch import LOG2E, grid, rows_argument
 from . import forward_kernel, fused_kernel, keys_kernel, queries_kernel
@@ -63,15 +63,39 @@ def descriptor(x: Walkable, rows: int, pieces: int = 1) -> TensorDescriptor:
     )
 
 
-def flat(x: torch.Tensor) -> TensorDescriptor:
-    """Two numbers a row, contiguous, as a descriptor of the 2 x 64 of a tile."""
-    return TensorDescriptor(x, [x.numel()], [1], *box_of(x.dtype, 128))
+def flat(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Two numbers a row, contiguous, as a descriptor of the 2 x `rows` of a tile."""
+    return TensorDescriptor(x, [x.numel()], [1], *box_of(x.dtype, 2 * rows))
+
+
+def jobs_by_query(tiles: Tiles, num_full: int) -> np.ndarray:
+    """What each program of a query tile does, the longest first: int32 [n, 8], see `walk.job_and_head`.
+
+    num_full: so many key tiles, from the first on, are full; the others need the mask, also where they are seen whole.
+    """
+    v0, w0, w1, v1 = tiles.q_ranges.T
+    f1 = np.maximum(np.minimum(w1, num_full), v0)
+    return np.stack((*tiles.q_tiles.T, v0, np.minimum(w0, f1), f1, v1, np.zeros_like(v0)), 1)[tiles.q_order]
+
+
+def jobs_by_key(tiles: Tiles, block_k: int) -> np.ndarray:
+    """The same of a key tile.
+
+    Behind the end of a short tile lie another tile's keys, which dq must not see: all its steps are masked. The plain
+    steps start at another place in each program, so that programs which run side by side do not all add to the same
+    rows of dq at once.
+    """
+    v0, f0, f1, v1 = tiles.k_ranges.T
+    short = tiles.k_tiles[:, 2] < block_k
+    f0, f1 = np.where(short, v1, f0), np.where(short, v1, f1)
+    shift = 2 * np.arange(len(v0), dtype=np.int32) % np.maximum(f1 - f0, 1)
+    return np.stack((*tiles.k_tiles.T, v0, f0, f1, v1, shift), 1)[tiles.k_order]
 
 
 class Work(NamedTuple):
-    """What one kernel has to do for one view, without heads and batch; made once a view.
+    """What one kernel has to do for one view, without heads and batch; made once a view. Tensors are on the device.
 
-    tables: lo, hi, q_tiles, k_tiles, ranges, order, on the device; the last two are those of the kernel's own tiles
+    lo, hi: int32 [L]; q_tiles, k_tiles: see `mask.Tiles`; jobs: int32 [num_tiles, 8], see `walk.job_and_head`
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
     num_full: so many key tiles, from the first on, are full
     num_heads: tiles of so many heads keep the card busy for twice the time of the longest; 1 where tiles are alike
@@ -79,7 +103,11 @@ class Work(NamedTuple):
     """
 
     tiling: Tiling
-    tables: tuple[torch.Tensor, ...]
+    lo: torch.Tensor
+    hi: torch.Tensor
+    q_tiles: torch.Tensor
+    k_tiles: torch.Tensor
+    jobs: torch.Tensor
     num_tiles: int
     num_busy: int
     num_full: int
@@ -95,16 +123,13 @@ class Work(NamedTuple):
     def _made(cls, kernel: str, width: int, device: torch.device, view: View) -> Work:
         tiles = TILINGS[kernel][width]
         made: Any = view.tiles(tiles.block_q, tiles.block_k, device)
-        host = view.tiles(tiles.block_q, tiles.block_k)
-        side = "k" if kernel in ("keys", "fused") else "q"
-        ranges = getattr(host, f"{side}_ranges")
-        tables = (
-            *view.bounds(device), made.q_tiles, made.k_tiles,
-            getattr(made, f"{side}_ranges"), getattr(made, f"{side}_order"),
-        )  # fmt: skip
+        host: Any = view.tiles(tiles.block_q, tiles.block_k)
         counts = view.k_segments[:, 1]
         ragged = bool((counts[:-1] % tiles.block_k).any())
         num_full = 0 if ragged else int(counts.sum()) // tiles.block_k
+        by_key = kernel in ("keys", "fused")
+        ranges = host.k_ranges if by_key else host.q_ranges
+        jobs = jobs_by_key(host, tiles.block_k) if by_key else jobs_by_query(host, num_full)
         start, _, count = host.q_tiles.T[:, :, None]
         o_row = np.arange(tiles.block_q)
         rows = np.where(o_row < count, start + o_row, 0)
@@ -113,7 +138,10 @@ class Work(NamedTuple):
         num_busy = int((lengths > 0).sum())
         longest, total = int(lengths.max(initial=0)), int(lengths.sum())
         num_heads = -(-2 * NUM_SMS * longest // total) if longest * num_busy > 1.25 * total else 1
-        return cls(tiles, tables, len(ranges), num_busy, num_full, num_heads, torch.from_numpy(bounds).to(device))
+        return cls(
+            tiles, *view.bounds(device), made.q_tiles, made.k_tiles, torch.from_numpy(jobs).to(device),
+            len(ranges), num_busy, num_full, num_heads, torch.from_numpy(bounds).to(device),
+        )  # fmt: skip
 
     def section(self, heads: int, groups: int, *shared: torch.Tensor) -> int:
         """How many heads end a grid together, see `walk.tile_and_head`: `num_heads`, if the L2 holds what they share.
@@ -147,7 +175,8 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     tiles = work.tiling
     forward_kernel.attend[grid(num_tiles, batch, heads)](
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
-        rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse, *work.tables,
+        rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,
+        work.lo, work.hi, work.k_tiles, work.jobs,
         scale * LOG2E, num_tiles, work.num_full, heads, heads // k.shape[2], num_rows,
         work.section(heads, k.shape[2], k, v),
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
@@ -163,7 +192,7 @@ def from_row(x: torch.Tensor, row: int) -> torch.Tensor:
 def row_starts(work: Work, lse, delta, row: int, scale: float) -> torch.Tensor:
     """Launch `keys_kernel.row_starts`: what the accumulators start at, two numbers a row. row: the view's first."""
     batch, heads, num_rows = lse.shape
-    q_tiles, block = work.tables[2], work.tiling.block_q
+    q_tiles, block = work.q_tiles, work.tiling.block_q
     if batch * heads * len(q_tiles) * block * 2 > MAX_NUMBERS:
         raise ValueError(f"batch {batch} x {heads} heads x {num_rows} queries are more than {MAX_NUMBERS // 2} rows")
     starts = lse.new_empty(batch * heads * len(q_tiles) * block * 2)
@@ -203,7 +232,7 @@ def _by_key_tile(
     if not work.num_tiles:
         return
     q, sharp = sharpened(q, scale)
-    tiles, q_tiles = work.tiling, work.tables[2]
+    tiles, q_tiles = work.tiling, work.q_tiles
     run, extra, scales, shared = keys_kernel.keys, [], [sharp, sharp * LOG2E], [q, dout]
     if dq is not None:
         run, scales, shared = fused_kernel.all_gradients, [*scales, scale], [*shared, dq[:, rows]]
@@ -211,8 +240,8 @@ def _by_key_tile(
     run[grid(work.num_tiles, batch, groups)](
         descriptor(walkable(q), tiles.block_q), descriptor(walkable(k), tiles.block_k),
         descriptor(walkable(v), tiles.block_k), descriptor(walkable(dout), tiles.block_q),
-        flat(row_starts(work, lse, delta, rows.start, sharp)), flat(work.bounds), *extra,
-        *map(rows_argument, grads), *work.tables[2:], *scales, work.num_tiles, len(q_tiles), groups, heads // groups,
+        flat(row_starts(work, lse, delta, rows.start, sharp), tiles.block_q), flat(work.bounds, tiles.block_q), *extra,
+        *map(rows_argument, grads), q_tiles, work.jobs, *scales, work.num_tiles, len(q_tiles), groups, heads // groups,
         work.section(groups, groups, *shared),
         D=columns(width), WIDTH=width, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip
@@ -236,9 +265,9 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
     queries_kernel.queries[grid(num_tiles, batch, heads)](
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
         descriptor(walkable(dout), 64),
-        rows_argument(dq), from_row(lse, rows.start), from_row(delta, rows.start), *work.tables,
-        scale, sharp * LOG2E, num_tiles, work.num_full, heads, heads // k.shape[2], lse.shape[2],
-        work.section(heads, k.shape[2], k, v),
+        rows_argument(dq), from_row(lse, rows.start), from_row(delta, rows.start),
+        work.lo, work.hi, work.k_tiles, work.jobs, scale, sharp * LOG2E, num_tiles, heads, heads // k.shape[2],
+        lse.shape[2], work.section(heads, k.shape[2], k, v),
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
         REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip

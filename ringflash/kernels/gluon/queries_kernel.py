@@ -22,12 +22,11 @@ from .walk import (
     fill,
     fresh,
     inside,
+    job_and_head,
     masked_keys,
     matrix,
     new_barriers,
     new_ring,
-    range_of,
-    tile_and_head,
     tile_at,
     tma_load,
     wait_full,
@@ -137,25 +136,21 @@ def _consumer(
     gl.store(p_row, b_dq.to(p_dq.dtype.element_ty), mask=m_row)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "section"])
+@gluon.jit(do_not_specialize=["num_tiles", "num_heads", "group", "num_rows", "section"])
 def queries(
-    q_desc, k_desc, v_desc, dout_desc, dq, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale, scale_log2, num_tiles, num_full, num_heads, group, num_rows, section,
+    q_desc, k_desc, v_desc, dout_desc, dq, lse, delta, lo, hi, k_tiles, jobs,
+    scale, scale_log2, num_tiles, num_heads, group, num_rows, section,
     D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq of one (query tile, batch, head) from all key tiles that it sees: added to fp32, written to half types.
 
-    num_full, section, *_desc: as in the forward.
-
-    scale: of dq; scale_log2: of the scores, > 0.
+    jobs, section, *_desc: as in the forward. scale: of dq; scale_log2: of the scores, > 0.
     """
-    i_tile, i_bh = tile_and_head(order, num_tiles, section)
+    job, i_bh = job_and_head(jobs, num_tiles, section)
+    row, _, count, v0, f0, f1, v1, _ = job
     i_b = i_bh // num_heads
     i_h = i_bh % num_heads
-    v0, f0, f1, v1 = range_of(ranges, i_tile, num_full)
-    row = gl.load(q_tiles + 3 * i_tile)
-    count = gl.load(q_tiles + 3 * i_tile + 2)
     p_dq = dq[0] + (i_b.to(gl.int64) * dq[1] + row.to(gl.int64) * dq[2] + i_h.to(gl.int64) * dq[3])
     o_lse = i_bh.to(gl.int64) * num_rows + row
 

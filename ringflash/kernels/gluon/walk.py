@@ -20,30 +20,26 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def tile_and_head(order, num_tiles, section):
-    """(tile, batch x heads + head) of a program: head by head, and the last `section` heads as if they were one.
+def job_and_head(jobs, num_tiles, section):
+    """(job, batch x heads + head) of a program: head by head, and the last `section` heads as if they were one.
 
-    Inside a head the longest tiles come first. Programs that run side by side then read the same tensors; but where
-    the last head starts, its long tiles wait for those of the head before, and the grid ends with a few of them.
-    `launch.Work.section` says how many heads even that out.
+    A job is (row, position, count, v0, f0, f1, v1, shift) of a tile, `launch.jobs_by_query`: where it starts in the
+    tensor and in the sequence, how many rows it has, the range it walks. It is one line of one table, so that a program
+    starts after one load and not after three that wait for each other. Jobs are sorted, the longest first. Programs
+    that run side by side then read the same tensors; but where the last head starts, its long tiles wait for those of
+    the head before, and the grid ends with a few of them. `launch.Work.section` says how many heads even that out.
     """
     i = gl.program_id(0)
     num_heads = gl.num_programs(0) // num_tiles
     i_split = gl.maximum(num_heads - section, 0)
     num_last = num_heads - i_split
     i_last = i - i_split * num_tiles
-    i_order = gl.where(i_last < 0, i % num_tiles, i_last // num_last)
-    return gl.load(order + i_order), gl.where(i_last < 0, i // num_tiles, i_split + i_last % num_last)
-
-
-@gluon.jit
-def range_of(ranges, i_tile, num_full):
-    """(v0, f0, f1, v1) of a tile, see `mask.Tiles`; tiles from `num_full` on are short and need the mask too."""
-    p_range = ranges + 4 * i_tile
-    v0 = gl.load(p_range)
-    v1 = gl.load(p_range + 3)
-    f1 = gl.maximum(gl.minimum(gl.load(p_range + 2), num_full), v0)
-    return v0, gl.minimum(gl.load(p_range + 1), f1), f1, v1
+    p_job = jobs + 8 * gl.where(i_last < 0, i % num_tiles, i_last // num_last)
+    job = (
+        gl.load(p_job), gl.load(p_job + 1), gl.load(p_job + 2), gl.load(p_job + 3),
+        gl.load(p_job + 4), gl.load(p_job + 5), gl.load(p_job + 6), gl.load(p_job + 7),
+    )  # fmt: skip
+    return job, gl.where(i_last < 0, i // num_tiles, i_split + i_last % num_last)
 
 
 @gluon.jit

@@ -32,12 +32,11 @@ from ..gluon.walk import (
     fill,
     fresh,
     inside,
+    job_and_head,
     masked_keys,
     matrix,
     new_barriers,
     new_ring,
-    range_of,
-    tile_and_head,
     tile_at,
     tma_load,
     wait_full,
@@ -231,22 +230,20 @@ def _consumer(
         _store_state(b_acc, p_state, state_row, count, C, D, WIDTH, OL)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "num_slots", "together"])
+@gluon.jit(do_not_specialize=["num_tiles", "num_heads", "group", "num_rows", "num_slots", "together"])
 def attend_fp8(
-    q_desc, k_desc, v_desc, scales, state, out, lse, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale_log2, num_tiles, num_full, num_heads, group, num_rows, num_slots, together,
+    q_desc, k_desc, v_desc, scales, state, out, lse, lo, hi, k_tiles, jobs,
+    scale_log2, num_tiles, num_heads, group, num_rows, num_slots, together,
     D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """k_desc [B, G, num_slots BK, D], v_desc [B, G, D, num_slots BK], scales [B, G, num_slots, 2]: from
     `quantise_kernel.quantise`, a slot for each key tile. The rest as in `gluon.forward_kernel.attend`.
     """
-    i_tile, i_bh = tile_and_head(order, num_tiles, together)
+    job, i_bh = job_and_head(jobs, num_tiles, together)
+    row, _, count, v0, f0, f1, v1, _ = job
     i_b = i_bh // num_heads
     i_h = i_bh % num_heads
-    v0, f0, f1, v1 = range_of(ranges, i_tile, num_full)
-    row = gl.load(q_tiles + 3 * i_tile)
-    count = gl.load(q_tiles + 3 * i_tile + 2)
     o_b = i_b.to(gl.int64)
     o_h = i_h.to(gl.int64)
     o_row = row.to(gl.int64)

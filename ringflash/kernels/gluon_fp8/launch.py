@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...mask import View
-from ..gluon.launch import descriptor, sharpened, walkable
+from ..gluon.launch import descriptor, jobs_by_query, sharpened, walkable
 from ..gluon.tiling import columns
 from ..trimming import trimmed
 from ..triton.launch import LOG2E, grid, rows_argument
@@ -23,16 +23,14 @@ from .tiling import BLOCK_K, BLOCK_Q, NUM_SMS, REGISTERS, STAGES
 class Work(NamedTuple):
     """What the forward has to do for one view, without heads and batch; made once a view.
 
-    tables: lo, hi, q_tiles, k_tiles, ranges, order, on the device
+    tables: lo, hi, q_tiles, k_tiles, jobs (`walk.job_and_head`), on the device
     num_tiles: how many query tiles; num_busy: how many of them, first in order, see anything
-    num_full: so many key tiles, from the first on, are full
     together: how many heads end the grid together, as in `gluon.launch.Work`
     """
 
     tables: tuple[torch.Tensor, ...]
     num_tiles: int
     num_busy: int
-    num_full: int
     together: int
 
     @classmethod
@@ -42,13 +40,14 @@ class Work(NamedTuple):
     @classmethod
     def _made(cls, view: View, device: torch.device) -> Work:
         made: Any = view.tiles(BLOCK_Q, BLOCK_K, device)
-        ranges: Any = view.tiles(BLOCK_Q, BLOCK_K).q_ranges
+        host: Any = view.tiles(BLOCK_Q, BLOCK_K)
+        ranges = host.q_ranges
         counts, lengths = view.k_segments[:, 1], ranges[:, 3] - ranges[:, 0]
         num_full = 0 if (counts[:-1] % BLOCK_K).any() else int(counts.sum()) // BLOCK_K
         num_busy, longest, total = int((lengths > 0).sum()), int(lengths.max(initial=0)), int(lengths.sum())
         together = -(-2 * NUM_SMS * longest // total) if longest * num_busy > 1.25 * total else 1
-        tables = (*view.bounds(device), made.q_tiles, made.k_tiles, made.q_ranges, made.q_order)
-        return cls(tables, len(ranges), num_busy, num_full, together)
+        jobs = torch.from_numpy(jobs_by_query(host, num_full)).to(device)
+        return cls((*view.bounds(device), made.q_tiles, made.k_tiles, jobs), len(ranges), num_busy, together)
 
     @property
     def q_tiles(self) -> torch.Tensor:
@@ -130,7 +129,7 @@ def attend(
     forward_kernel.attend_fp8[grid(num_tiles, batch, heads)](
         descriptor(walkable(q), 64), _boxes(keys.k, BLOCK_K, num_columns), _boxes(keys.v, num_columns, BLOCK_K),
         keys.scales, rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,
-        *work.tables, scale * LOG2E, num_tiles, work.num_full, heads, heads // num_groups, num_rows, num_slots,
+        *work.tables[:2], *work.tables[3:], scale * LOG2E, num_tiles, heads, heads // num_groups, num_rows, num_slots,
         work.together, D=num_columns, WIDTH=width, BK=BLOCK_K, STAGES=STAGES[num_columns], REGISTERS=REGISTERS,
         FIRST=ends[0], LAST=ends[1], num_warps=4,
     )  # fmt: skip
