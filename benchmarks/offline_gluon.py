@@ -163,7 +163,7 @@ def _sass(cubin: bytes) -> str:
 
 
 def compile_offline(case: Case) -> Compiled:
-    """Compile one case; raises what compiler and driver raise. Needs its own process: Triton is told of another card."""
+    """Compile one case; raises what compiler and driver raise. In its own process: Triton is told of another card."""
     compiled = {}
     launching = triton.runtime.jit.JITFunction.run
 
