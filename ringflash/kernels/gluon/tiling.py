@@ -26,7 +26,7 @@ class Tiling(NamedTuple):
 TILINGS = {
     "forward": {64: Tiling(192, 128, 2, 3, 160), 128: Tiling(128, 128, 2, 2, 240), 256: Tiling(128, 64, 2, 2, 240)},
     "keys": {64: Tiling(64, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
-    "fused": {64: Tiling(64, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
+    "fused": {64: Tiling(128, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
     "queries": {64: Tiling(192, 64, 3, 3, 160), 128: Tiling(128, 64, 3, 2, 240)},
 }
 
