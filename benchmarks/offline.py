@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import datetime
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -26,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
 from ringflash.kernels import State
-from ringflash.kernels.triton import launch
+from ringflash.kernels.triton import launch, specialised
 from ringflash.kernels.triton.tiling import HEAD_DIMS
 from ringflash.mask import View, intervals
 
@@ -54,6 +55,8 @@ PRODUCTS = {
 }
 FORWARDS = {"forward": (True, True), "carried": (False, False)}  # (first, last): one hop, a hop between others
 KERNELS = (*FORWARDS, "keys", "queries")
+# (masked, first, last) of the forward with specialised warps, which sm_90 has with one triton
+SPLIT = {"split": (True, True, True), "split carried": (True, False, False), "split whole": (False, True, True)}
 
 
 class Compiled(NamedTuple):
@@ -136,17 +139,19 @@ def _measure(arch: str, kernel, log: str) -> Compiled:
 
 
 def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
-    """One causal call of the library's launch code whose every stride is as in a large model."""
+    """One call of the library's launch code whose every stride is as in a large model; causal, but for one of SPLIT."""
     length = 1024
     q, dout = (torch.empty(1, length, 4, width, dtype=dtype) for _ in "12")
     k, v = (torch.empty(1, length, 2, width, dtype=dtype) for _ in "12")
     lse = torch.empty(1, 4, length)
     segments = np.array([[0, 500], [600, 524]]) if ragged else np.array([[0, length]])
-    view = View(*intervals(length, length, causal=True), segments, segments)
-    if kernel in FORWARDS:
-        state = State(torch.empty(q.shape), q, lse)
-        first, last = FORWARDS[kernel]
-        launch.forward(q, k, v, view, state, scale=0.1, first=first, last=last)
+    masked, *edges = SPLIT.get(kernel, (True, *FORWARDS.get(kernel, ())))
+    view = View(*intervals(length, length, causal=masked), segments, segments)
+    if edges:
+        first, last = edges
+        state = State(None if first and last else torch.empty(q.shape), q, lse)
+        forward = specialised.split if kernel in SPLIT else launch.forward
+        forward(q, k, v, view, state, scale=0.1, first=first, last=last)
     elif kernel == "keys":
         launch.key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)
     else:
@@ -154,7 +159,7 @@ def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
 
 
 def compile_offline(arch: str, width: int, dtype: torch.dtype, kernel: str, ragged: bool = False) -> Compiled:
-    """Compile one kernel of KERNELS for an arch of TARGETS; raises what the compiler and the driver raise."""
+    """Compile one kernel of KERNELS or SPLIT for an arch of TARGETS; raises what the compiler and the driver raise."""
     compiled = []
     launching = triton.runtime.jit.JITFunction.run
 
@@ -185,7 +190,7 @@ def _row(case: tuple) -> dict:
 
 
 def _line(row: dict) -> str:
-    name = f"{row['arch']:7} {row['direction']:8} D={row['d']:<4} {row['dtype']:9}"
+    name = f"{row['arch']:7} {row['direction']:13} D={row['d']:<4} {row['dtype']:9}"
     if "failed" in row:
         return f"{name} FAILED {row['failed']}"
     fits = "" if row["shared_bytes"] <= row["shared_limit_bytes"] else "  DOES NOT FIT"
@@ -205,6 +210,9 @@ def main(arches: list[str]) -> list[dict]:
         for width in some
         for kernel in KERNELS
     ]
+    if "sm_90" in arches and triton.__version__.startswith(specialised.COMPILER):
+        both = itertools.product(specialised.HEAD_DIMS, specialised.LIMITS, SPLIT)
+        cases += [("sm_90", *case) for case in both]
     rows = []
     with ProcessPoolExecutor(2) as pool:
         for row in pool.map(_row, cases):

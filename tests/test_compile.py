@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +18,20 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+import triton
+
 from benchmarks import offline
+from ringflash.kernels.triton import specialised
 from ringflash.kernels.triton import tiling as tiles
 from ringflash.kernels.triton.tiling import HEAD_DIMS, Card, Tiling, tiling
+from ringflash.mask import View, intervals
 
 MAX_SPILL_BYTES = 256  # a thread
 
@@ -48,6 +55,11 @@ def cases() -> Iterator[Case]:
         yield "sm_90", 128, torch.float16, kernel, False
         yield "sm_90", 128, torch.float32, kernel, False
         yield "sm_90", 128, torch.bfloat16, kernel, True
+    if triton.__version__.startswith(specialised.COMPILER):
+        for kernel in offline.SPLIT:
+            for width in specialised.HEAD_DIMS:
+                yield "sm_90", width, torch.bfloat16, kernel, False
+        yield "sm_90", 128, torch.float16, "split", False
 
 
 def named(case: Case) -> str:
@@ -149,6 +161,87 @@ def test_a_descriptor_inside_a_tuple_is_found_before_a_launch(nested):
     )
     with pytest.raises(AssertionError) if nested else contextlib.nullcontext():
         offline.check_arguments(kernel)
+
+
+@pytest.mark.parametrize(
+    ("card", "version", "width", "dtype", "reason"),
+    [
+        (Card("cuda", 90), "3.6.0", 128, torch.bfloat16, None),
+        (Card("cuda", 90), "3.6.0", 64, torch.float16, None),
+        (Card("cuda", 90), "3.7.1", 128, torch.bfloat16, "need triton 3.6.x, this is 3.7.1"),
+        (Card("cuda", 100), "3.6.0", 128, torch.bfloat16, "compute capability 9.0, cpu is cuda 100"),
+        (Card("hip", "gfx942"), "3.6.0", 128, torch.bfloat16, "is hip gfx942"),
+        (Card("cuda", 90), "3.6.0", 256, torch.bfloat16, r"head dimensions \(64, 128\), this is torch.bfloat16, 256"),
+        (Card("cuda", 90), "3.6.0", 64, torch.float32, "this is torch.float32, 64"),
+    ],
+    ids=str,
+)
+def test_the_split_forward_says_where_it_does_not_serve(monkeypatch, card, version, width, dtype, reason):
+    monkeypatch.setattr(specialised.launch, "card", lambda: card)
+    monkeypatch.setattr(triton, "__version__", version)
+    said = specialised.unfit.__wrapped__(torch.device("cpu"), width, dtype)
+    assert (said is None) if reason is None else re.search(reason, said)
+
+
+def q_of(*, capturing: bool = False, stride: int = 64, start: int = 0) -> tuple[bool, torch.Tensor]:
+    """(is a graph being captured, a tensor [1, 300, 1, 64] with that row stride and start)."""
+    return capturing, torch.empty(300 * stride + start).bfloat16()[start:].as_strided(
+        (1, 300, 1, 64), (2**16, stride, 64, 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "looped"),
+    [
+        (q_of(), {"causal": True}, None),
+        (q_of(), {"causal": False}, None),
+        (q_of(stride=80), {"causal": True}, None),
+        (q_of(stride=72), {"causal": True}, "no multiple of 16 elements"),
+        (q_of(start=1), {"causal": True}, "no multiple of 16 elements"),
+        (q_of(), {"causal": True, "window": 20}, "bounds the keys from below"),
+        (q_of(capturing=True), {"causal": True}, "graph is being captured"),
+    ],
+    ids=["causal", "full", "wide rows", "odd strides", "odd start", "window", "capturing"],
+)
+@pytest.mark.parametrize("found", [None, "out differs"])
+def test_a_call_is_split_where_it_can_be_and_its_numbers_are_right(monkeypatch, call, given, looped, found):
+    capturing, q = call
+    monkeypatch.setattr(specialised, "unfit", lambda *what: None)
+    monkeypatch.setattr(specialised, "fault", lambda configuration: found)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    taken = []
+    monkeypatch.setattr(specialised, "split", lambda *call, **how: taken.append("split"))
+    monkeypatch.setattr(specialised.launch, "forward", lambda *call, **how: taken.append("looped"))
+    view = View(*intervals(300, 300, **given), np.array([[0, 300]]), np.array([[0, 300]]))
+    reason = specialised.refusal(q, q, q, view, first=True, last=True)
+    assert (looped in reason) if looped else reason == found
+    specialised.forward(q, q, q, view, None, scale=0.1, first=True, last=True)
+    assert taken == ["split" if reason is None else "looped"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda: (torch.ones(8), torch.ones(8)), None),
+        (lambda: (torch.ones(8) + torch.arange(8) / 8, torch.ones(8)), "out differs by 0.52"),
+        (lambda: (torch.ones(8), torch.ones(8) * 1.001), "lse differs by 0.001"),
+        (lambda: (torch.ones(8) * torch.nan, torch.ones(8)), "out differs by nan"),
+        (lambda: (torch.ones(8), torch.full((8,), -torch.inf)), "rows that see nothing differ in lse"),
+        (lambda: triton.no_such_thing, "AttributeError: module 'triton' has no attribute"),
+    ],
+    ids=["right", "out", "lse", "nan", "empty", "error"],
+)
+def test_a_split_forward_that_is_wrong_is_found_and_logged_once(monkeypatch, caplog, wrong, reason):
+    caplog.set_level(logging.INFO, "ringflash")
+    here = specialised.Configuration(torch.device("cpu"), 64, torch.bfloat16, masked=True, first=True, last=True)
+    right = (torch.ones(8), torch.ones(8))
+    monkeypatch.setattr(specialised, "_sample", lambda _, kernel: wrong() if kernel is specialised.split else right)
+    specialised.fault.cache_clear()
+    said = [specialised.fault(here) for _ in range(2)]
+    specialised.fault.cache_clear()
+    assert said[0] == said[1] and (said[0] is None if reason is None else reason in said[0])
+    assert [record.levelname for record in caplog.records] == ["WARNING" if reason else "INFO"]
+    assert "specialised warps for bfloat16, head dimension 64, on cpu" in caplog.text
 
 
 @pytest.fixture

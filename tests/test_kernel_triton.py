@@ -20,6 +20,7 @@ from oracle import NAMES, inputs, want
 
 from ringflash import arguments, mask
 from ringflash.kernels import State, triton
+from ringflash.kernels.trimming import trimmed
 from ringflash.kernels.triton.tiling import HEAD_DIMS, Tiling
 from ringflash.layouts import LAYOUTS
 
@@ -255,6 +256,56 @@ def test_a_hop_in_between_leaves_tiles_that_see_nothing_alone(run):
     assert after.out.isnan().all(), "out is written by the last hop only"
     assert torch.equal(after.acc[:, :64], before.acc[:, :64]) and torch.equal(after.lse[..., :64], before.lse[..., :64])
     assert not torch.equal(after.acc[:, 64:], before.acc[:, 64:])
+
+
+def split_and_looped(given: dict, q_segments: list, k_segments: list, *, first: bool, last: bool) -> list | None:
+    """(out or acc, lse) of the specialised and of the looped forward of one hop; None if the view is not for both."""
+    from ringflash.kernels.triton import launch, specialised
+
+    launch.tiling = lambda kernel, *_: TILES[kernel]
+    specialised.TILES = Tiling(32, 16, 4, 1)
+    q, k, v, *_ = inputs(SIZE, heads=2, groups=1, width=32)
+    lo, hi = mask.intervals(SIZE, SIZE, **({"causal": True} | given))
+    q_segments, k_segments = np.array(q_segments), np.array(k_segments)
+    rows, keys = (torch.from_numpy(mask.positions(part)) for part in (q_segments, k_segments))
+    q, k, v = q[:, rows], k[:, keys], v[:, keys]
+    view = mask.View(lo[rows], hi[rows], q_segments, k_segments)
+    if specialised.below(trimmed(view).of_keys, q.device) is None:
+        return None
+    made = []
+    for kernel in (specialised.split, launch.forward):
+        random = torch.Generator().manual_seed(7)
+        acc, lse = (torch.randn(shape, generator=random) for shape in (q.shape, (1, 2, len(rows))))
+        lse[..., ::3], acc[:, ::3] = -torch.inf, 0.0
+        state = State(acc, torch.full_like(q, torch.nan), lse)
+        kernel(q, k, v, view, state, scale=0.2, first=first, last=last)
+        made.append((state.out if last else acc, lse))
+    return made
+
+
+BELOW = {  # mask, query segments, key segments -> does every tile see the first keys of its range?
+    "full": ({"causal": False}, [[0, 96]], [[0, 96]], True),
+    "causal": ({}, [[0, 96]], [[0, 96]], True),
+    "causal, short tiles": ({}, [[0, 17], [50, 30]], [[0, 80]], True),
+    "half": ({}, [[40, 32]], [[0, 16], [48, 32]], True),
+    "all before": ({}, [[64, 32]], [[0, 64]], True),
+    "padding": ({"cu_seqlens": np.array([0, 70])}, [[0, 96]], [[0, 96]], True),
+    "documents of whole tiles": ({"cu_seqlens": np.array([0, 32, 96])}, [[0, 96]], [[0, 96]], True),
+    "documents": ({"cu_seqlens": np.array([0, 40, 96])}, [[0, 96]], [[0, 96]], False),
+    "window": ({"window": 20}, [[0, 96]], [[0, 96]], False),
+    "odd cut": ({}, [[0, 96]], [[0, 17], [40, 30]], False),
+}
+
+
+@pytest.mark.parametrize("name", BELOW)
+@pytest.mark.parametrize(("first", "last"), [(True, False), (False, True)])
+def test_the_specialised_forward_is_the_looped_one_where_it_serves(run, name, first, last):
+    given, q_segments, k_segments, serves = BELOW[name]
+    made = run(split_and_looped, given, q_segments, k_segments, first=first, last=last)
+    assert (made is not None) == serves
+    if made:
+        (out, lse), (wanted, wanted_lse) = made
+        assert not wanted.isnan().any() and error(out, wanted) < 1e-5 and error(lse, wanted_lse) < 1e-5
 
 
 def poisoned(tensors: tuple, rows: slice, keys: slice, value: float) -> tuple:

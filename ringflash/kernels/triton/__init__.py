@@ -1,7 +1,8 @@
 """Attention of one hop in Triton: NVIDIA and AMD GPUs, and CPUs under TRITON_INTERPRET=1.
 
 The four functions of `kernels.Kernel`. triton is imported when one of them is called, so that `import ringflash` works
-without it. `launch` is the host side, `forward_kernel` and `backward_kernels` are the device side.
+without it. `launch` is the host side, `forward_kernel` and `backward_kernels` are the device side; `specialised` is a
+faster forward, with the look at its numbers that comes before.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def forward(
     scale: float, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.forward`."""
-    from . import launch
+    from . import specialised
 
     with torch.cuda.device_of(q):
-        launch.forward(q, k, v, view, state, scale=scale, first=first, last=last)
+        specialised.forward(q, k, v, view, state, scale=scale, first=first, last=last)
 
 
 def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from .rows import LN2, LOG2E, load, range_of, store, stream, tile_of
 
 
 @triton.jit
-def _start(
+def start_from(
     state, lse, i_b, i_h, row, count, m_q, BQ: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, FIRST: tl.constexpr
 ):  # fmt: skip
     """(acc0, acc1, maximum, sum) to start from. A normalised state has the maximum lse and the sum 1, or 0 if empty."""
@@ -57,7 +57,7 @@ def attend(
     b_lo = tl.load(lo + row + o_q, mask=m_q, other=0)
     b_hi = tl.load(hi + row + o_q, mask=m_q, other=0)
     p_lse = lse + (i_bh.to(tl.int64) * num_rows + row)
-    b_acc0, b_acc1, b_max, b_sum = _start(state, p_lse, i_b, i_h, row, count, m_q, BQ, D0, D1, FIRST)
+    b_acc0, b_acc1, b_max, b_sum = start_from(state, p_lse, i_b, i_h, row, count, m_q, BQ, D0, D1, FIRST)
     b_q0 = load(q, i_b, i_h, row, count, BQ, 0, D0, UPCAST)
     if D1:
         b_q1 = load(q, i_b, i_h, row, count, BQ, D0, D1, UPCAST)
