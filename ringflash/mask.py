@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 Segments = np.ndarray  # int64 [n, 2]: (global start, count), ascending, not overlapping
+LONG_TILES = 4  # a document of fewer tiles is not worth a short tile at each of its ends
 
 
 def intervals(
@@ -81,6 +82,23 @@ def cut(segments: Segments, block: int) -> np.ndarray:
     return np.stack((np.repeat(before, tiles) + offset, np.repeat(starts, tiles) + offset, count), 1).astype(np.int32)
 
 
+def _split(segments: Segments, rows: np.ndarray) -> Segments:
+    """The same tokens in more segments: one also begins at each of these local rows."""
+    starts, counts = segments[:, 0], segments[:, 1]
+    before = np.cumsum(counts) - counts
+    edges = np.unique(np.concatenate((before, rows[(rows > 0) & (rows < counts.sum())])))
+    owner = np.searchsorted(before, edges, "right") - 1
+    return np.stack((starts[owner] + edges - before[owner], np.diff(np.append(edges, counts.sum()))), 1)
+
+
+def _rows_at(segments: Segments, where: np.ndarray) -> np.ndarray:
+    """The local rows of these global positions, of those that the segments hold."""
+    starts, counts = segments[:, 0], segments[:, 1]
+    owner = np.searchsorted(starts, where, "right") - 1
+    held = (owner >= 0) & (where < (starts + counts)[owner])
+    return ((np.cumsum(counts) - counts - starts)[owner] + where)[held]
+
+
 class Tiles(NamedTuple):
     """Tile tables of one view, int32: numpy arrays on the host, or tensors on a device.
 
@@ -139,16 +157,33 @@ class View:
         """(lo, hi) on a device, int32 [L] each."""
         return self.memo(device, lambda: (torch.from_numpy(self.lo).to(device), torch.from_numpy(self.hi).to(device)))
 
-    def tiles(self, block_q: int, block_k: int, device: torch.device | None = None) -> Tiles:
-        """Tile tables for tiles of block_q queries and block_k keys; on the host, or on `device`; made once."""
-        if device is not None:
-            host = self.tiles(block_q, block_k)
-            make = lambda: Tiles(*(torch.from_numpy(table).to(device) for table in host))  # noqa: E731
-            return self.memo((block_q, block_k, device), make)
-        return self.memo((block_q, block_k), lambda: self._tiles(block_q, block_k))
+    def tiles(self, block_q: int, block_k: int, device: torch.device | None = None, *, aligned: bool = False) -> Tiles:
+        """Tile tables for tiles of block_q queries and block_k keys; on the host, or on `device`; made once.
 
-    def _tiles(self, block_q: int, block_k: int) -> Tiles:
-        q_tiles, k_tiles = cut(self.q_segments, block_q), cut(self.k_segments, block_k)
+        aligned: cut also where a long document begins or ends, see `aligned_segments`
+        """
+        if device is not None:
+            host = self.tiles(block_q, block_k, aligned=aligned)
+            make = lambda: Tiles(*(torch.from_numpy(table).to(device) for table in host))  # noqa: E731
+            return self.memo((block_q, block_k, aligned, device), make)
+        return self.memo((block_q, block_k, aligned), lambda: self._tiles(block_q, block_k, aligned))
+
+    def aligned_segments(self, long: int) -> tuple[Segments, Segments]:
+        """(queries, keys), cut also at both ends of every document of at least `long` local rows.
+
+        A tile across such an end visits the keys of two documents, and hides one of them from each row. A document is
+        a run of rows along which `lo` never jumps; short ones stay together in tiles, which they could not fill.
+        """
+        jumps = np.flatnonzero(np.diff(self.lo) > 1) + 1
+        runs = np.diff(np.concatenate(([0], jumps, [len(self.lo)]))) >= long
+        ends = jumps[runs[:-1] | runs[1:]]
+        return _split(self.q_segments, ends), _split(self.k_segments, _rows_at(self.k_segments, self.lo[ends]))
+
+    def _tiles(self, block_q: int, block_k: int, aligned: bool) -> Tiles:
+        q_segments, k_segments = self.q_segments, self.k_segments
+        if aligned and len(self.lo) and len(k_segments):
+            q_segments, k_segments = self.aligned_segments(LONG_TILES * max(block_q, block_k))
+        q_tiles, k_tiles = cut(q_segments, block_q), cut(k_segments, block_k)
         first, last = q_tiles[:, 0], q_tiles[:, 0] + q_tiles[:, 2] - 1
         lo_first, lo_last, hi_first, hi_last = self.lo[first], self.lo[last], self.hi[first], self.hi[last]
         start, end = k_tiles[:, 1], k_tiles[:, 1] + k_tiles[:, 2]

@@ -75,3 +75,24 @@ def test_bounds_are_laid_out_tile_by_tile():
     for tile, start, end in zip(bounds, starts, [64, 70, 134, 198, 200], strict=True):
         assert tile[0, : end - start].tolist() == lo[start:end].tolist() and not tile[0, end - start :].any()
         assert tile[1, : end - start].tolist() == hi[start:end].tolist() and not tile[1, end - start :].any()
+
+
+def test_steps_without_a_mask_end_at_the_first_short_key_tile():
+    lo, hi = intervals(1200, 1200, causal=True)
+    view = View(lo, hi, np.array([[0, 1200]]), np.array([[0, 300], [300, 900]]))  # key tiles of 128 128 44 128 ... 4
+    tiles = view.tiles(128, 128)
+    jobs = launch.jobs_by_query(tiles, 128)
+    assert jobs.dtype == np.int32 and jobs.shape == (10, 8) and (np.diff(jobs[:, 6] - jobs[:, 3]) <= 0).all()
+    for row, _, _, v0, f0, f1, v1, _ in jobs:
+        assert v0 <= f0 <= f1 <= v1 and f1 == min(2, (row + 1) // 128) and (tiles.k_tiles[f0:f1, 2] == 128).all()
+
+
+def test_a_short_key_tile_masks_all_its_steps():
+    lo, hi = intervals(1200, 1200, causal=True)
+    view = View(lo, hi, np.array([[0, 1200]]), np.array([[0, 300], [300, 900]]))
+    tiles = view.tiles(64, 128)
+    jobs = launch.jobs_by_key(tiles, 128)
+    for _, _, count, v0, f0, f1, v1, shift in jobs:
+        assert (
+            v0 <= f0 <= f1 <= v1 and (f0 == f1 == v1 or count == 128) and 0 <= shift <= max(f1 - f0 - 1, 0)
+        )

@@ -101,12 +101,17 @@ def hulls(lo, hi, keys, row_tiles, key_tiles):
     return visible, whole
 
 
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_ranges_and_their_transpose_equal_brute_force(seed):
+def test_ranges_and_their_transpose_equal_brute_force(monkeypatch, seed, aligned):
+    monkeypatch.setattr(mask, "LONG_TILES", seed % 2)  # 0: cut at every jump of lo
     lo, hi, q_segments, k_segments, block_q, block_k = random_case(seed)
     rows, keys = mask.positions(q_segments), mask.positions(k_segments)
     view = mask.View(lo[rows], hi[rows], q_segments, k_segments)
-    tiles = view.tiles(block_q, block_k)
+    tiles = view.tiles(block_q, block_k, aligned=aligned)
+    for table, length in ((tiles.q_tiles, len(rows)), (tiles.k_tiles, len(keys))):
+        held = np.concatenate([np.arange(start, start + count) for start, _, count in table])
+        assert np.array_equal(held, np.arange(length))
     visible, whole = hulls(lo[rows], hi[rows], keys, tiles.q_tiles, tiles.k_tiles)
     assert view.pairs() == dense(lo[rows], hi[rows], keys).sum()
     seen_here = dense(lo[rows], hi[rows], keys)
@@ -121,6 +126,28 @@ def test_ranges_and_their_transpose_equal_brute_force(seed):
         for k_first, _, k_count in tiles.k_tiles[tiles.q_ranges[i, 0] : tiles.q_ranges[i, 3]]:
             touched[k_first : k_first + k_count] = True
         assert not seen_here[first : first + count, ~touched].any()
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 900), (250, 800)])
+def test_aligned_tiles_begin_where_long_documents_do(begin, end):
+    """Documents of 300, 10, 15 and 375 tokens, then padding: the short ones share a tile, which no long one does."""
+    lo, hi = intervals_of(900, cu_seqlens=[0, 300, 310, 325, 700])
+    mine, keys = np.array([[begin, end - begin]]), np.array([[100, 100], [290, 500]])
+    view = mask.View(lo[begin:end], hi[begin:end], mine, keys)
+    tiles = view.tiles(32, 32, aligned=True)
+    starts, k_starts = set(tiles.q_tiles[:, 1].tolist()), set(tiles.k_tiles[:, 1].tolist())
+    assert {300, 325, 700} <= starts and 310 not in starts
+    assert {300, 325, 700} <= k_starts and 310 not in k_starts
+    plain = view.tiles(32, 32)
+    assert 325 not in plain.q_tiles[:, 1] and len(plain.q_tiles) + 3 >= len(tiles.q_tiles)
+
+
+@pytest.mark.parametrize("masks", [{}, {"causal": False}, {"window": 100}, {"window": 3, "causal": False}])
+def test_masks_without_documents_have_nothing_to_align(masks):
+    lo, hi = intervals_of(900, **masks)
+    whole = np.array([[0, 900]])
+    view = mask.View(lo, hi, whole, whole)
+    assert all(np.array_equal(a, b) for a, b in zip(view.tiles(32, 64), view.tiles(32, 64, aligned=True), strict=True))
 
 
 def test_a_key_tile_does_not_visit_the_padding_behind_it():

@@ -72,16 +72,16 @@ def _fill(desc, at, ring, full, FREE: gl.constexpr, j, STAGES: gl.constexpr, NC:
 
 
 @gluon.jit
-def _start_of(k_tiles, i_tile, num_full, BK: gl.constexpr):
+def _start_of(k_tiles, i_tile, regular, BK: gl.constexpr):
     """The local start of a key tile; not loaded where tiles are regular, because TMA would wait for it."""
     start = i_tile * BK
-    if num_full == 0:
+    if not regular:
         start = gl.load(k_tiles + 3 * i_tile)
     return start
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, num_full, NC: gl.constexpr, STAGES: gl.constexpr):
+def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, regular, NC: gl.constexpr, STAGES: gl.constexpr):
     """K(j) is asked for before V(j-1), as it is needed and as its buffer falls free."""
     q_s, k_s, v_s, q_full, k_full, v_full = shared
     v0, f0, f1, v1, row = walk
@@ -92,11 +92,11 @@ def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, num_full, NC:
         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
         tma_load(q_desc, [i_b, i_h, row + c * 64, 0], q_full.index(c), q_s.index(c))
     if num_steps > 0:
-        start = _start_of(k_tiles, tile_at(0, v0, f0, f1, v1), num_full, BK)
+        start = _start_of(k_tiles, tile_at(0, v0, f0, f1, v1), regular, BK)
         _fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, K_FREE, 0, STAGES, NC)
         for j in range(1, num_steps):
             before = start
-            start = _start_of(k_tiles, tile_at(j, v0, f0, f1, v1), num_full, BK)
+            start = _start_of(k_tiles, tile_at(j, v0, f0, f1, v1), regular, BK)
             _fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, K_FREE, j, STAGES, NC)
             _fill(v_desc, [i_b, i_g, before, 0], v_s, v_full, V_FREE, j - 1, STAGES, NC)
         _fill(v_desc, [i_b, i_g, start, 0], v_s, v_full, V_FREE, num_steps - 1, STAGES, NC)
@@ -318,16 +318,16 @@ def _store_out(b_q, b_acc, p_out, out_row, count, C: gl.constexpr, D: gl.constex
     gl.store(p_row, b_q.load(CL), mask=inside(o_row, count, o_column, D, WIDTH))
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "section"])
+@gluon.jit(do_not_specialize=["num_tiles", "regular", "num_heads", "group", "num_rows", "section"])
 def attend(
     q_desc, k_desc, v_desc, state, out, lse, lo, hi, k_tiles, jobs,
-    scale_log2, num_tiles, num_full, num_heads, group, num_rows, section,
+    scale_log2, num_tiles, regular, num_heads, group, num_rows, section,
     D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc: [B, H or G, N, D] in boxes of 64 queries or BK keys and D columns, of which the
-    tensors have WIDTH; TMA reads 0 in the others. The rest as in `triton.forward_kernel.attend`, but num_full is 0
-    where some key tile but the last is short. section: see `job_and_head`.
+    tensors have WIDTH; TMA reads 0 in the others. The rest as in `triton.forward_kernel.attend`, without num_full and
+    ragged. regular: key tile i starts at i * BK. section: see `job_and_head`.
     """
     job, i_bh = job_and_head(jobs, num_tiles, section)
     row, _, count, v0, f0, f1, v1, _ = job
@@ -355,7 +355,7 @@ def attend(
                          k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
                          k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, num_full,
+            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, regular,
                          NC, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
@@ -366,6 +366,6 @@ def attend(
                          k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
             (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
                          k_tiles, 2, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, num_full,
+            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, regular,
                          NC, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -68,14 +68,15 @@ def flat(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel()], [1], *box_of(x.dtype, 2 * rows))
 
 
-def jobs_by_query(tiles: Tiles, num_full: int) -> np.ndarray:
+def jobs_by_query(tiles: Tiles, block_k: int) -> np.ndarray:
     """What each program of a query tile does, the longest first: int32 [n, 8], see `walk.job_and_head`.
 
-    num_full: so many key tiles, from the first on, are full; the others need the mask, also where they are seen whole.
+    A short key tile needs the mask, also where it is seen whole: the range without a mask ends at the first of them.
     """
-    v0, w0, w1, v1 = tiles.q_ranges.T
-    f1 = np.maximum(np.minimum(w1, num_full), v0)
-    return np.stack((*tiles.q_tiles.T, v0, np.minimum(w0, f1), f1, v1, np.zeros_like(v0)), 1)[tiles.q_order]
+    v0, f0, w1, v1 = tiles.q_ranges.T
+    short = np.append(np.flatnonzero(tiles.k_tiles[:, 2] < block_k), len(tiles.k_tiles))
+    f1 = np.minimum(w1, short[np.searchsorted(short, f0)])
+    return np.stack((*tiles.q_tiles.T, v0, f0, f1, v1, np.zeros_like(v0)), 1).astype(np.int32)[tiles.q_order]
 
 
 def jobs_by_key(tiles: Tiles, block_k: int) -> np.ndarray:
@@ -97,7 +98,7 @@ class Work(NamedTuple):
 
     lo, hi: int32 [L]; q_tiles, k_tiles: see `mask.Tiles`; jobs: int32 [num_tiles, 8], see `walk.job_and_head`
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
-    num_full: so many key tiles, from the first on, are full
+    regular: key tile i starts at i * block_k
     num_heads: tiles of so many heads keep the card busy for twice the time of the longest; 1 where tiles are alike
     bounds: int32 [num query tiles, 2, block_q], lo and hi tile by tile, (0, 0) behind a short tile's end
     """
@@ -110,7 +111,7 @@ class Work(NamedTuple):
     jobs: torch.Tensor
     num_tiles: int
     num_busy: int
-    num_full: int
+    regular: bool
     num_heads: int
     bounds: torch.Tensor
 
@@ -122,14 +123,12 @@ class Work(NamedTuple):
     @classmethod
     def _made(cls, kernel: str, width: int, device: torch.device, view: View) -> Work:
         tiles = TILINGS[kernel][width]
-        made: Any = view.tiles(tiles.block_q, tiles.block_k, device)
-        host: Any = view.tiles(tiles.block_q, tiles.block_k)
-        counts = view.k_segments[:, 1]
-        ragged = bool((counts[:-1] % tiles.block_k).any())
-        num_full = 0 if ragged else int(counts.sum()) // tiles.block_k
+        made: Any = view.tiles(tiles.block_q, tiles.block_k, device, aligned=True)
+        host: Any = view.tiles(tiles.block_q, tiles.block_k, aligned=True)
+        regular = bool((host.k_tiles[:, 0] == np.arange(len(host.k_tiles)) * tiles.block_k).all())
         by_key = kernel in ("keys", "fused")
         ranges = host.k_ranges if by_key else host.q_ranges
-        jobs = jobs_by_key(host, tiles.block_k) if by_key else jobs_by_query(host, num_full)
+        jobs = jobs_by_key(host, tiles.block_k) if by_key else jobs_by_query(host, tiles.block_k)
         start, _, count = host.q_tiles.T[:, :, None]
         o_row = np.arange(tiles.block_q)
         rows = np.where(o_row < count, start + o_row, 0)
@@ -140,7 +139,7 @@ class Work(NamedTuple):
         num_heads = -(-2 * NUM_SMS * longest // total) if longest * num_busy > 1.25 * total else 1
         return cls(
             tiles, *view.bounds(device), made.q_tiles, made.k_tiles, torch.from_numpy(jobs).to(device),
-            len(ranges), num_busy, num_full, num_heads, torch.from_numpy(bounds).to(device),
+            len(ranges), num_busy, regular, num_heads, torch.from_numpy(bounds).to(device),
         )  # fmt: skip
 
     def section(self, heads: int, groups: int, *shared: torch.Tensor) -> int:
@@ -177,7 +176,7 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
         rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,
         work.lo, work.hi, work.k_tiles, work.jobs,
-        scale * LOG2E, num_tiles, work.num_full, heads, heads // k.shape[2], num_rows,
+        scale * LOG2E, num_tiles, work.regular, heads, heads // k.shape[2], num_rows,
         work.section(heads, k.shape[2], k, v),
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
         REGISTERS=tiles.registers, FIRST=first, LAST=last, num_warps=4,

@@ -42,11 +42,10 @@ class Work(NamedTuple):
         made: Any = view.tiles(BLOCK_Q, BLOCK_K, device)
         host: Any = view.tiles(BLOCK_Q, BLOCK_K)
         ranges = host.q_ranges
-        counts, lengths = view.k_segments[:, 1], ranges[:, 3] - ranges[:, 0]
-        num_full = 0 if (counts[:-1] % BLOCK_K).any() else int(counts.sum()) // BLOCK_K
+        lengths = ranges[:, 3] - ranges[:, 0]
         num_busy, longest, total = int((lengths > 0).sum()), int(lengths.max(initial=0)), int(lengths.sum())
         together = -(-2 * NUM_SMS * longest // total) if longest * num_busy > 1.25 * total else 1
-        jobs = torch.from_numpy(jobs_by_query(host, num_full)).to(device)
+        jobs = torch.from_numpy(jobs_by_query(host, BLOCK_K)).to(device)
         return cls((*view.bounds(device), made.q_tiles, made.k_tiles, jobs), len(ranges), num_busy, together)
 
     @property
