@@ -1,0 +1,144 @@
+"""Pieces -> packed sequences.
+
+Letters: S tokens of one packed sequence.
+"""
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ..config import Data
+from .stream import Corpus, Piece, Stream
+from .tokens import IGNORED, Tokenizer
+
+OPEN_SEQUENCES = 8
+"""Sequences that are filled at one time: more leave less padding, and mix the order more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """One packed sequence, whole, on the host.
+
+    ids: int64 [S]; labels: int64 [S], the id that follows each token in its document, or IGNORED
+    cu_seqlens: borders of the documents, 0 first; tokens from the last border on are padding
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    cu_seqlens: list[int]
+
+    @property
+    def valid_targets(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        return np.diff(self.cu_seqlens).tolist()
+
+    def digest(self) -> int:
+        """A checksum of all that must be equal on the ranks of a ring, below 2^32."""
+        borders = np.asarray(self.cu_seqlens, np.int64)
+        return zlib.crc32(np.concatenate((self.ids, self.labels, borders)).tobytes())
+
+
+class Bin:
+    """A sequence that is being filled."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+        self.used = sum(len(piece.ids) for piece in pieces)
+
+    def add(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.used += len(piece.ids)
+
+    def close(self, length: int, pad: int) -> Sequence:
+        """The sequence of `length`, padded."""
+        ids, labels = np.full(length, pad, np.int64), np.full(length, IGNORED, np.int64)
+        borders = [0, *np.cumsum([len(piece.ids) for piece in self.pieces]).tolist()]
+        ids[: borders[-1]] = np.concatenate([piece.ids for piece in self.pieces])
+        labels[: borders[-1]] = np.concatenate([piece.labels for piece in self.pieces])
+        return Sequence(ids, labels, borders)
+
+
+class Packer:
+    """Fills sequences of `length` with whole pieces; what stays empty is padding at the end.
+
+    A piece goes into the open sequence that it fills best. A full one leaves, so a piece of `length` leaves alone; if a
+    piece fits nowhere and OPEN_SEQUENCES are open, the fullest leaves. The order depends on nothing but the stream.
+
+    open_pieces: of each sequence that is open at the start; consumed: sequences that left before it
+    """
+
+    def __init__(
+        self, stream: Stream, *, length: int, pad: int, open_pieces: Iterable[list[Piece]] = (), consumed: int = 0
+    ) -> None:
+        self._stream, self._length, self._pad = stream, length, pad
+        self._open = [Bin(pieces) for pieces in open_pieces]
+        self._consumed = consumed
+
+    def __iter__(self) -> "Packer":
+        return self
+
+    def __next__(self) -> Sequence:
+        full = None
+        while full is None:
+            full = self._put(next(self._stream))
+        self._consumed += 1
+        return full.close(self._length, self._pad)
+
+    def _put(self, piece: Piece) -> Bin | None:
+        """Find room for a piece; the sequence that leaves for it, if one does."""
+        if len(piece.ids) == self._length:
+            return Bin([piece])
+        fitting = [b for b in self._open if b.used + len(piece.ids) <= self._length]
+        if fitting:
+            best = max(fitting, key=lambda b: b.used)
+            best.add(piece)
+            return self._leave(best) if best.used == self._length else None
+        full = len(self._open) == OPEN_SEQUENCES
+        leaving = self._leave(max(self._open, key=lambda b: b.used)) if full else None
+        self._open.append(Bin([piece]))
+        return leaving
+
+    def _leave(self, leaving: Bin) -> Bin:
+        self._open = [other for other in self._open if other is not leaving]
+        return leaving
+
+    def state(self) -> dict[str, Any]:
+        """Plain lists and numbers from which the same sequences follow."""
+        return {
+            "consumed": self._consumed,
+            "length": self._length,
+            "open": [[list(piece.place) for piece in b.pieces] for b in self._open],
+            "stream": self._stream.state(),
+        }
+
+
+def sequences(
+    data: Data, tokenizer: Tokenizer, *, length: int, seed: int, state: dict[str, Any] | None = None
+) -> Packer:
+    """The packed sequences of a run without end; with `state`, those that follow where it was taken.
+
+    state: of a Packer or of Windows over the same files, in a mesh of any size, perhaps of another `length`: then the
+        pieces of the open sequences are packed anew
+    Raises: ValueError for what cannot be read, or a state of other data.
+    """
+    corpus = Corpus(data, tokenizer)
+    if state is None:
+        return Packer(Stream(corpus, length=length, seed=seed), length=length, pad=tokenizer.pad)
+    stream = Stream(corpus, length=length, seed=seed, state=state["stream"])
+    places = [place for places in state["open"] for place in places]
+    pieces = iter(corpus.pieces_at(places))
+    open_pieces = [list(islice(pieces, len(places))) for places in state["open"]]
+    if state["length"] != length:
+        stream.put_back(piece for pieces in open_pieces for piece in pieces)
+        open_pieces = []
+    return Packer(
+        stream, length=length, pad=tokenizer.pad, open_pieces=open_pieces, consumed=state["consumed"]
+    )

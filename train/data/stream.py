@@ -1,0 +1,218 @@
+"""Sources -> documents in the order of the run -> pieces that fit a sequence, and where each of them came from.
+
+Everything is a pure function of (files, seed), the same on every rank, so the order does not depend on the mesh. The
+state is small: positions in orders that can be drawn again, and the places of pieces that wait.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..config import Data
+from .sources import Documents, Row, documents_of
+from .tokens import Encoder, Tokenizer, chat_encoder, text_encoder
+
+POOL = 2**26
+"""Bytes of neighbouring rows that are read and shuffled together."""
+
+
+class Place(NamedTuple):
+    """Where a piece comes from: source, chunk, row in the chunk; first token in the document, and one past the last."""
+
+    source: int
+    chunk: int
+    row: int
+    start: int
+    stop: int
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one: ids, labels int64, of one length."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+    place: Place
+
+
+def cut(piece: Piece, length: int) -> list[Piece]:
+    """A piece in parts of at most `length` tokens. Labels were made before, so the last token of each keeps its target."""
+    ids, labels, place = piece
+    starts = range(0, len(ids), length)
+    return [
+        Piece(
+            ids[start : start + length],
+            labels[start : start + length],
+            place._replace(start=place.start + start, stop=min(place.start + start + length, place.stop)),
+        )
+        for start in starts
+    ]
+
+
+class Corpus:
+    """All sources of a run with the encoder of each. Raises: ValueError for what can be seen before reading."""
+
+    def __init__(self, data: Data, tokenizer: Tokenizer) -> None:
+        sources = data.all_sources
+        self.weights = [source.weight for source in sources]
+        self.shuffle = data.shuffle
+        self.pad = tokenizer.pad
+        self.documents: list[Documents] = [documents_of(source) for source in sources]
+        self._encoders: list[Encoder] = [
+            chat_encoder(tokenizer) if source.chat else text_encoder(tokenizer) for source in sources
+        ]
+        self._identity = {
+            "the files": [documents.fingerprint() for documents in self.documents],
+            "field and chat": [[source.field, source.chat] for source in sources],
+            "the tokenizer's size, end and pad": [tokenizer.size, tokenizer.end, tokenizer.pad],
+        }
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must not change for a place to mean the same tokens, as plain values."""
+        return self._identity
+
+    def encode(self, source: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, labels) of a document, int64. Raises: ValueError that begins with file and line."""
+        documents = self.documents[source]
+        try:
+            return self._encoders[source](documents.content(row))
+        except ValueError as error:
+            raise ValueError(f"{documents.name(row)}: {error}") from error
+
+    def pieces_at(self, places: Iterable[Sequence[int]]) -> list[Piece]:
+        """The pieces at these places, in their order. Each chunk is read once, one after the other."""
+        wanted = [Place(*place) for place in places]
+        encoded: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        for source, chunk in sorted({place[:2] for place in wanted}):
+            rows = self.documents[source].read(chunk)
+            for row in {place.row for place in wanted if place[:2] == (source, chunk)}:
+                encoded[source, chunk, row] = self.encode(source, rows[row])
+        found = [(place, *encoded[place[:3]]) for place in wanted]
+        return [Piece(ids[p.start : p.stop], labels[p.start : p.stop], p) for p, ids, labels in found]
+
+
+class Cursor:
+    """The documents of one source without end, in an order drawn from (seed, epoch, index of the source) or as listed.
+
+    Shuffled: chunks in a drawn order, and the rows of neighbouring chunks, up to POOL bytes, mixed among themselves.
+    """
+
+    def __init__(
+        self, documents: Documents, *, seed: int, index: int, shuffle: bool, state: dict[str, int] | None = None
+    ) -> None:
+        self._documents, self._seed, self._index, self._shuffle = documents, seed, index, shuffle
+        self.epoch, self._first, self._next = (
+            (state["epoch"], state["chunk"], state["row"]) if state else (0, 0, 0)
+        )
+        self._found = state is not None
+        self._order = self._drawn(len(documents.sizes))
+        self._load()
+
+    def state(self) -> dict[str, int]:
+        """epoch; chunk: the first of this pool, as a place in the epoch's order; row: the next in the pool's order."""
+        return {"epoch": self.epoch, "chunk": self._first, "row": self._next}
+
+    def __next__(self) -> tuple[int, int, Row]:
+        """(chunk, row in the chunk, the row). Raises: ValueError if an epoch holds no document."""
+        while self._next == len(self._pool):
+            self._advance()
+        self._found = True
+        self._next += 1
+        return self._pool[self._next - 1]
+
+    def _advance(self) -> None:
+        self._first, self._next = self._last, 0
+        if self._last == len(self._order):
+            if not self._found:
+                raise ValueError(f"a source of [data] holds no document: {len(self._order)} chunk(s) were read")
+            self.epoch, self._first, self._found = self.epoch + 1, 0, False
+            self._order = self._drawn(len(self._order))
+        self._load()
+
+    def _drawn(self, count: int, *draw: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(count)
+        return np.random.default_rng((self._seed, self.epoch, self._index, *draw)).permutation(count)
+
+    def _load(self) -> None:
+        """Read the pool that begins at the chunk `_first` of the order."""
+        self._last, size = self._first, 0
+        pool: list[tuple[int, int, Row]] = []
+        while self._last == self._first or self._mixes(size):
+            chunk = int(self._order[self._last])
+            pool += [(chunk, index, row) for index, row in enumerate(self._documents.read(chunk))]
+            size += self._documents.sizes[chunk]
+            self._last += 1
+        self._pool = [pool[index] for index in self._drawn(len(pool), self._first + 1)]
+
+    def _mixes(self, size: int) -> bool:
+        """Whether a pool of this many bytes takes in another chunk."""
+        return self._shuffle and not self._documents.whole and size < POOL and self._last < len(self._order)
+
+
+class Stream:
+    """Pieces of at most `length` tokens, without end, out of all sources.
+
+    The next document is one of the source that is furthest behind its weight in tokens, so the shares hold at every
+    moment to within a document. Raises, with a state: ValueError if files, seed or order are others than it was made by.
+    """
+
+    def __init__(self, corpus: Corpus, *, length: int, seed: int, state: dict[str, Any] | None = None) -> None:
+        self._corpus, self._length, self._seed = corpus, length, seed
+        count = len(corpus.documents)
+        if state:
+            self._check(state["made_by"])
+        self._cursors = [
+            Cursor(
+                documents,
+                seed=seed,
+                index=index,
+                shuffle=corpus.shuffle,
+                state=state["sources"][index] if state else None,
+            )
+            for index, documents in enumerate(corpus.documents)
+        ]
+        # other weights begin a new account, or the source that gained would be read alone until it had caught up
+        kept = state is not None and state["weights"] == corpus.weights
+        self._tokens: list[int] = list(state["tokens"]) if state and kept else [0] * count
+        waiting = corpus.pieces_at(state["waiting"]) if state else []
+        self._waiting = deque(part for piece in waiting for part in cut(piece, length))
+
+    def _made_by(self) -> dict[str, Any]:
+        return {"train.seed": self._seed, "data.shuffle": self._corpus.shuffle, **self._corpus.identity}
+
+    def _check(self, saved: dict[str, Any]) -> None:
+        for name, value in self._made_by().items():
+            if saved[name] != value:
+                raise ValueError(
+                    f"the position in the data was saved with {name} = {saved[name]}, this run has {value}: "
+                    "the order would be another one; take the same data, or begin a new run"
+                )
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Piece:
+        if not self._waiting:
+            source = min(range(len(self._tokens)), key=lambda i: self._tokens[i] / self._corpus.weights[i])
+            chunk, index, row = next(self._cursors[source])
+            ids, labels = self._corpus.encode(source, row)
+            self._tokens[source] += len(ids)
+            self._waiting.extend(cut(Piece(ids, labels, Place(source, chunk, index, 0, len(ids))), self._length))
+        return self._waiting.popleft()
+
+    def put_back(self, pieces: Iterable[Piece]) -> None:
+        """Hand out these pieces before all others, cut to `length`."""
+        self._waiting.extendleft(reversed([part for piece in pieces for part in cut(piece, self._length)]))
+
+    def state(self) -> dict[str, Any]:
+        """Plain lists and numbers from which the same pieces follow."""
+        return {
+            "made_by": self._made_by(),
+            "sources": [cursor.state() for cursor in self._cursors],
+            "weights": self._corpus.weights,
+            "tokens": list(self._tokens),
+            "waiting": [list(piece.place) for piece in self._waiting],
+        }
