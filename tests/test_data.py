@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
+import corpora
 import numpy as np
 import pytest
 import training
 
 import ringflash
 from train import data
-from train.config import Batch, Data
+from train.config import Batch, Data, Source
+from train.data.packing import Bin, Packer
+from train.data.sources import files_of
+from train.data.stream import Corpus, Piece, Place, Stream
+from train.data.tokens import ByteTokenizer, labels_of
 
 IGNORED = data.IGNORED
 
@@ -22,21 +27,25 @@ def texts(tmp_path_factory):
 
 
 def stream_of(folder, *, length=64, seed=0, shuffle=True, pattern="**/*.txt"):
-    files = data.files_of(Data(path=str(folder), pattern=pattern))
-    return data.pieces(files, data.ByteTokenizer(), length=length, seed=seed, shuffle=shuffle)
+    corpus = Corpus(Data(path=str(folder), pattern=pattern, shuffle=shuffle), ByteTokenizer())
+    return Stream(corpus, length=length, seed=seed)
+
+
+def packer(folder, *, length=64, **options):
+    return Packer(stream_of(folder, length=length, **options), length=length, pad=257)
 
 
 def sequences(folder, count, **options):
-    return list(islice(data.pack(stream_of(folder, **options), length=options.get("length", 64), pad=257), count))
+    return list(islice(packer(folder, **options), count))
 
 
 def piece(*ids):
     ids = np.asarray(ids, np.int64)
-    return ids, data.labels_of(ids)
+    return Piece(ids, labels_of(ids), Place(0, 0, 0, 0, len(ids)))
 
 
 def test_R50_labels_stay_inside_documents():
-    (packed,) = data.pack(iter([piece(10, 11, 12), piece(20, 21)]), length=5, pad=0)
+    (packed,) = Packer(iter([piece(10, 11, 12), piece(20, 21)]), length=5, pad=0)
     assert packed.ids.tolist() == [10, 11, 12, 20, 21]
     assert packed.cu_seqlens == [0, 3, 5]
     assert packed.labels.tolist() == [11, 12, IGNORED, 21, IGNORED]
@@ -44,7 +53,7 @@ def test_R50_labels_stay_inside_documents():
 
 def test_R46_valid_labels_of_padded_documents():
     stream = iter([piece(*range(5)), piece(5, 6, 7), piece(8)])
-    sequence = data._close(list(stream), 12, 257)
+    sequence = Bin(list(stream)).close(12, 257)
     assert sequence.valid_targets == 4 + 2
     assert sequence.cu_seqlens == [0, 5, 8, 9]
     assert sequence.lengths == [5, 3, 1]
@@ -54,7 +63,7 @@ def test_R46_valid_labels_of_padded_documents():
 
 @pytest.mark.parametrize("layout", ringflash.LAYOUTS)
 def test_R46_shards_hold_every_label_once(layout):
-    sequence = data._close([piece(*range(5)), piece(5, 6, 7)], 16, 257)
+    sequence = Bin([piece(*range(5)), piece(5, 6, 7)]).close(16, 257)
     order = ringflash.Ring(layout=layout).layout(16, cu_seqlens=sequence.cu_seqlens).order
     assert (sequence.labels[order] != IGNORED).sum() == 6
 
@@ -63,8 +72,8 @@ def test_long_documents_are_cut_and_lose_neither_token_nor_target(tmp_path):
     text = bytes(range(32, 122))
     (tmp_path / "a.txt").write_bytes(text)
     parts = list(islice(stream_of(tmp_path, length=20), 5))
-    assert [len(ids) for ids, _ in parts] == [20, 20, 20, 20, 11]
-    ids, labels = (np.concatenate(x) for x in zip(*parts, strict=True))
+    assert [len(part.ids) for part in parts] == [20, 20, 20, 20, 11]
+    ids, labels = (np.concatenate(x) for x in zip(*(part[:2] for part in parts), strict=True))
     assert ids.tolist() == [*text, 256]
     assert labels.tolist() == [*text[1:], 256, IGNORED]
 
@@ -72,12 +81,12 @@ def test_long_documents_are_cut_and_lose_neither_token_nor_target(tmp_path):
 def test_every_token_is_packed_once_an_epoch(texts):
     total = sum(len(file.read_bytes()) + 1 for file in texts.iterdir())
     kept, seen = [], 0
-    for ids, _ in stream_of(texts):
-        kept.append(ids)
-        seen += len(ids)
+    for part in stream_of(texts):
+        kept.append(part)
+        seen += len(part.ids)
         if seen == total:
             break
-    packed = data.pack(iter([(ids, data.labels_of(ids)) for ids in kept]), length=64, pad=257)
+    packed = Packer(iter(kept), length=64, pad=257)
     out = np.concatenate([s.ids[: s.cu_seqlens[-1]] for s in packed])
     assert len(out) > 0.6 * total  # the rest is still open when this stream ends
     assert all(s.cu_seqlens[-1] <= 64 and len(s.ids) == 64 for s in sequences(texts, 20))
@@ -86,7 +95,7 @@ def test_every_token_is_packed_once_an_epoch(texts):
 def test_padding_is_small():
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.lognormal(5, 1, 2000), 1, 1024).astype(int)
-    packed = list(data.pack((piece(*range(n)) for n in lengths), length=1024, pad=0))
+    packed = list(Packer((piece(*range(n)) for n in lengths), length=1024, pad=0))
     assert sum(s.cu_seqlens[-1] for s in packed) / (1024 * len(packed)) > 0.97
 
 
@@ -97,12 +106,12 @@ def test_R54_order_follows_the_seed_alone(texts):
     assert first_ids(seed=0) == first_ids(seed=0)
     assert first_ids(seed=0) != first_ids(seed=1)
     assert first_ids(shuffle=False, seed=0) == first_ids(shuffle=False, seed=1)
-    documents = [ids for ids, _ in islice(stream_of(texts, shuffle=False, length=1000), 31)]
+    documents = [part.ids for part in islice(stream_of(texts, shuffle=False, length=1000), 31)]
     assert [d[:-1].astype(np.uint8).tobytes() for d in documents] == [f.read_bytes() for f in sorted(texts.iterdir())]
 
 
 def test_epochs_differ_in_order_and_hold_the_same_documents(texts):
-    both = [ids.tobytes() for ids, _ in islice(stream_of(texts, length=1000), 62)]
+    both = [part.ids.tobytes() for part in islice(stream_of(texts, length=1000), 62)]
     assert both[:31] != both[31:]
     assert sorted(both[:31]) == sorted(both[31:])
 
@@ -113,8 +122,7 @@ def test_R52_R57_meshes_share_out_the_same_global_batches(texts, data_size, accu
     wanted = [s.digest() for s in sequences(texts, 12)]
     per_rank = []
     for data_rank in range(data_size):
-        stream = data.pack(stream_of(texts), length=64, pad=257)
-        windows = list(islice(data.windows(stream, batch, data_rank=data_rank, data_size=data_size), 3))
+        windows = list(islice(data.Windows(packer(texts), batch, data_rank=data_rank, data_size=data_size), 3))
         assert [len(w) for w in windows] == [accumulation] * 3
         assert all(len(micro) == 1 for w in windows for micro in w)
         per_rank.append([[micro[0].digest() for micro in window] for window in windows])
@@ -148,46 +156,27 @@ def test_digest_sees_everything_that_must_agree(texts, change):
 
 
 def test_stdlib_is_found_without_packages_and_tests():
-    files = data.files_of(Data(path="stdlib", pattern="**/*.py"))
+    files = files_of(Source(path="stdlib", format="text", pattern="**/*.py"))
     names = [file.name for file in files]
     assert "dataclasses.py" in names
     assert files == sorted(files)
     assert not [file for file in files if "site-packages" in file.parts or "test" in file.parts]
 
 
-def folder_tokenizer(folder, *, eos="</s>"):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: index for index, word in enumerate(["<unk>", "</s>", "a", "b", "c"])}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos, unk_token="<unk>").save_pretrained(folder)
-    return str(folder)
-
-
 def test_folder_tokenizer(tmp_path):
-    (tmp_path / "x.txt").write_text("c a  b\nzz a", encoding="utf-8")
-    tokenizer = data.tokenizer_of(Data(path="x", tokenizer=folder_tokenizer(tmp_path)), 5)
-    assert (tokenizer.size, tokenizer.end, tokenizer.pad) == (5, 1, 1)
-    assert tokenizer.encode(tmp_path / "x.txt").tolist() == [4, 2, 3, 0, 2]
+    tokenizer = data.tokenizer_of(Data(path="x", tokenizer=corpora.folder_tokenizer(tmp_path)), 12)
+    assert (tokenizer.size, tokenizer.end, tokenizer.pad) == (12, 1, 1)
+    assert tokenizer.encode(b"c a  b\nzz a").tolist() == [6, 4, 5, 0, 4]
 
 
 def test_tokenizer_that_does_not_fit_the_model_names_both_sizes(tmp_path):
-    folder = folder_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"has 5 token ids, model.config.vocab_size = 4 holds fewer: at least 5"):
-        data.tokenizer_of(Data(path="x", tokenizer=folder), 4)
+    folder = corpora.folder_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"has 12 token ids, model.config.vocab_size = 11 holds fewer: at least 12"):
+        data.tokenizer_of(Data(path="x", tokenizer=folder), 11)
     with pytest.raises(ValueError, match=r"258 token ids, model.config.vocab_size = 257"):
         data.tokenizer_of(Data(path="x"), 257)
 
 
 def test_tokenizer_without_end_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no eos_token"):
-        data.tokenizer_of(Data(path="x", tokenizer=folder_tokenizer(tmp_path, eos=None)), 100)
-
-
-def test_text_that_is_not_utf8_names_the_file(tmp_path):
-    (tmp_path / "bad.txt").write_bytes(b"ab\xff\xfe")
-    tokenizer = data.tokenizer_of(Data(path="x", tokenizer=folder_tokenizer(tmp_path)), 5)
-    with pytest.raises(ValueError, match=r"bad.txt is not UTF-8 text \(invalid start byte at byte 2\)"):
-        tokenizer.encode(tmp_path / "bad.txt")
+        data.tokenizer_of(Data(path="x", tokenizer=corpora.folder_tokenizer(tmp_path, eos=None)), 100)

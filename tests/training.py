@@ -83,11 +83,21 @@ def write_texts(folder: Path) -> Path:
 
 def sequences_of(config: Config) -> Any:
     """The stream of packed sequences of a run."""
-    tokenizer = data.ByteTokenizer()
-    stream = data.pieces(
-        data.files_of(config.data), tokenizer, length=LENGTH, seed=config.train.seed, shuffle=config.data.shuffle
-    )
-    return data.pack(stream, length=LENGTH, pad=tokenizer.pad)
+    tokenizer = data.tokenizer_of(config.data, LLAMA["vocab_size"])
+    return data.sequences(config.data, tokenizer, length=LENGTH, seed=config.train.seed)
+
+
+class Played:
+    """Sequences that were made before, as a Packer gives them."""
+
+    def __init__(self, sequences: Any) -> None:
+        self._sequences = sequences
+
+    def __next__(self) -> data.Sequence:
+        return next(self._sequences)
+
+    def state(self) -> dict[str, Any]:
+        return {}
 
 
 def batches_of(config: Config, labels: str) -> list[list[data.Sequence]]:
@@ -131,8 +141,8 @@ def join(config: Config) -> world.World:
 def train(config: Config, labels: str) -> dict[str, Any]:
     """Body: train on `batches_of`, through the trainer. Weights come back from rank 0, their digest from all."""
     run = loop.prepare(config, join(config))
-    windows = data.windows(
-        iter([sequence for batch in batches_of(config, labels) for sequence in batch]),
+    windows = data.Windows(
+        Played(iter([sequence for batch in batches_of(config, labels) for sequence in batch])),
         run.batch,
         data_rank=run.world.data_rank,
         data_size=run.world.data_size,
@@ -225,7 +235,7 @@ def _refusal(check: Any, *args: Any, **options: Any) -> str | None:
 def alter(config: Config, rank: int) -> str | None:
     """Body: one step in which the batch of one rank differs by one token from that of its ring."""
     run = loop.prepare(config, join(config))
-    windows = data.windows(
+    windows = data.Windows(
         sequences_of(config), run.batch, data_rank=run.world.data_rank, data_size=run.world.data_size
     )
     window = next(windows)

@@ -4,7 +4,6 @@ Called by `__main__`.
 """
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ import ringflash
 
 from . import data, flops, model, probe
 from .config import Batch, Config
-from .data import Sequence
+from .data import Sequence, Window, Windows
 from .engine import Engine, learning_rate
 from .metrics import MetricsWriter, StepRecord
 from .world import World
@@ -32,7 +31,7 @@ class Run:
     world: World
     batch: Batch
     engine: Engine
-    windows: Iterator[list[list[Sequence]]]
+    windows: Windows
     shape: flops.ModelShape
     peak_tflops: float | None
     peak_missing: str | None
@@ -42,12 +41,8 @@ def prepare(config: Config, world: World) -> Run:
     """Data, model and engine of a run, tested. Raises: ValueError for what cannot be trained, before any step."""
     batch = config.batch(world.size)
     tokenizer = data.tokenizer_of(config.data, config.model.config["vocab_size"])
-    files = data.files_of(config.data)
-    if not files:
-        raise ValueError(f"data.path = {config.data.path!r} holds no file that fits {config.data.pattern!r}")
     length = config.sequence.length
-    stream = data.pieces(files, tokenizer, length=length, seed=config.train.seed, shuffle=config.data.shuffle)
-    sequences = data.pack(stream, length=length, pad=tokenizer.pad)
+    sequences = data.sequences(config.data, tokenizer, length=length, seed=config.train.seed)
     ringflash.hf.register(world.ring, name=model.ATTENTION)
     world.ring.layout(length)
     shape = flops.describe(model.config_of(config.model))
@@ -55,7 +50,7 @@ def prepare(config: Config, world: World) -> Run:
         probe.check_attention(config, world)
         probe.check_gradient(config, world)
     engine = Engine(model.build(config, world.device), config, batch, world)
-    windows = data.windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
+    windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
     return Run(config, world, batch, engine, windows, shape, peak, missing)
@@ -98,6 +93,7 @@ def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:
         loss_sum=float(ended[:, 0].sum()),
         valid_tokens=counts.valid_targets,
         tokens=counts.tokens,
+        padding=run.batch.global_batch * run.config.sequence.length - counts.tokens,
         tokens_seen=tokens_seen + counts.tokens,
         grad_norm=grad_norm,
         learning_rate=rate,
@@ -120,7 +116,7 @@ class Counts:
     flops: flops.StepFlops
 
 
-def count(run: Run, window: list[list[Sequence]]) -> Counts:
+def count(run: Run, window: Window) -> Counts:
     """Add up the windows of all rings, each once. Raises: ValueError if ranks of one ring hold different windows."""
     sequences = [sequence for micro in window for sequence in micro]
     lengths = [length for sequence in sequences for length in attended(run.config, sequence)]

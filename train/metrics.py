@@ -24,6 +24,7 @@ class StepRecord:
     loss_sum: nats, over all valid targets, no factor that serves the gradient
     valid_tokens: targets that count in the loss
     tokens, tokens_seen: tokens of the documents, padding left out: of this step; of the run so far
+    padding: tokens of this step that belong to no document
     grad_norm: of the whole gradient, before clipping
     learning_rate: that this step used
     step_time_s, data_wait_s: the slowest rank; the wait is part of the step
@@ -37,6 +38,7 @@ class StepRecord:
     loss_sum: float
     valid_tokens: int
     tokens: int
+    padding: int
     tokens_seen: int
     grad_norm: float
     learning_rate: float
@@ -68,6 +70,11 @@ def tokens_seen(record: StepRecord) -> Number:
 
 def valid_tokens(record: StepRecord) -> Number:
     return record.valid_tokens
+
+
+def padding_share(record: StepRecord) -> Number:
+    """Share of the step's tokens that are padding, 0 to 1."""
+    return record.padding / (record.tokens + record.padding)
 
 
 def tokens_per_s(record: StepRecord) -> Number:
@@ -113,6 +120,7 @@ METRICS: dict[str, Callable[[StepRecord], Number]] = {
     "learning_rate": learning_rate,
     "tokens_seen": tokens_seen,
     "valid_tokens": valid_tokens,
+    "padding_share": padding_share,
     "tokens_per_s": tokens_per_s,
     "tokens_per_s_per_gpu": tokens_per_s_per_gpu,
     "model_tflops_per_gpu": model_tflops_per_gpu,

@@ -16,7 +16,7 @@ from .folders import check_paths
 from .refusal import ConfigError
 from .rules import MODEL_REFUSED
 from .run import Batch, Config
-from .sections import Data, Launch, Memory, Metrics, Model, Optimizer, Parallel, Sequence, Train
+from .sections import Data, Launch, Memory, Metrics, Model, Optimizer, Parallel, Sequence, Source, Train
 
 __all__ = [
     "MODEL_REFUSED",
@@ -31,6 +31,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "Sequence",
+    "Source",
     "Train",
     "check_paths",
     "load",

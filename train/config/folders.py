@@ -4,6 +4,15 @@ from pathlib import Path
 
 from .refusal import ConfigError
 from .run import Config
+from .sections import Source
+
+ACCEPTED = {
+    "text": "a folder: a folder of text files or 'stdlib' is accepted",
+    "jsonl": "there: a folder of .jsonl files or one such file is accepted",
+    "parquet": "there: a folder of .parquet files or one such file is accepted",
+    "datasets": "a folder: one that the datasets library can load is accepted",
+}
+"""format -> what a path must be."""
 
 
 def check_paths(config: Config) -> None:
@@ -15,17 +24,19 @@ def check_paths(config: Config) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"metrics.dir = {config.metrics.dir!r} cannot be written: {error.strerror}") from None
-    if config.data.path != "stdlib":
-        folder = Path(config.data.path)
-        if not folder.is_dir():
-            raise ConfigError(
-                f"data.path = {config.data.path!r} is not a folder: a folder of text files or 'stdlib' is accepted"
-            )
-        if not any(file.is_file() for file in folder.glob(config.data.pattern)):
-            raise ConfigError(
-                f"data.path = {config.data.path!r} holds no file that fits data.pattern = {config.data.pattern!r}"
-            )
+    for index, source in enumerate(config.data.all_sources):
+        _check_source(source, f"data.sources.{index}" if config.data.sources else "data")
     if config.data.tokenizer != "bytes" and not Path(config.data.tokenizer).is_dir():
         raise ConfigError(
             f"data.tokenizer = {config.data.tokenizer!r} is not a folder: 'bytes' or a local folder is accepted"
         )
+
+
+def _check_source(source: Source, name: str) -> None:
+    place = Path(source.path)
+    if source.path == "stdlib" or (place.is_file() and source.format in ("jsonl", "parquet")):
+        return
+    if not place.is_dir():
+        raise ConfigError(f"{name}.path = {source.path!r} is not {ACCEPTED[source.format]}")
+    if source.format != "datasets" and not any(file.is_file() for file in place.glob(source.glob)):
+        raise ConfigError(f"{name}.path = {source.path!r} holds no file that fits {name}.pattern = {source.glob!r}")

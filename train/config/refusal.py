@@ -1,6 +1,7 @@
 """ConfigError, and the one sentence for what pydantic refused, which `file.load` asks for."""
 
 import difflib
+from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -26,7 +27,7 @@ def sentence(error: ValidationError, config: type[BaseModel]) -> str:
         return (
             f"the section [{name}] is missing"
             if len(loc) == 1
-            else f"{name} is missing: {_keys(config)[loc[0]][loc[1]]}"
+            else f"{name} is missing: {_keys(config)[_section(loc)][loc[-1]]}"
         )
     if kind == "model_type":
         return f"{name} = {value!r} is a value: the section [{name}] is accepted"
@@ -45,8 +46,7 @@ def sentence(error: ValidationError, config: type[BaseModel]) -> str:
 
 def _unknown(loc: tuple[str, ...], keys: dict[str, dict[str, str]]) -> str:
     """The sentence for a key that does not exist, with the nearest one that does, in whichever section it stands."""
-    *sections, key = loc
-    section = sections[0] if sections else ""
+    key, section = loc[-1], _section(loc)
     homes = {f"{home}.{known}": known for home, table in keys.items() for known in table}
     beside = keys.get(section, {}) if section else keys
     near = [home for home, known in homes.items() if known == key]
@@ -59,13 +59,22 @@ def _unknown(loc: tuple[str, ...], keys: dict[str, dict[str, str]]) -> str:
     return f"{name} is not a {kind}: {f'[{section}] has' if section else 'there are'} {', '.join(beside)}"
 
 
+def _section(loc: tuple[str, ...]) -> str:
+    """The table in which a key stands, without its number where there are several."""
+    return ".".join(part for part in loc[:-1] if not part.isdigit())
+
+
 def _keys(config: type[BaseModel]) -> dict[str, dict[str, str]]:
-    """section -> key -> what it means, from the sections of the model."""
-    return {
-        name: {key: (info.description or "").strip() for key, info in field.annotation.model_fields.items()}
-        for name, field in config.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-    }
+    """section -> key -> what it means, from the sections of the model; data.sources is one of them."""
+    found: dict[str, dict[str, str]] = {}
+    tables = [(name, field.annotation) for name, field in config.model_fields.items()]
+    for name, annotation in tables:
+        if get_origin(annotation) is list:
+            (annotation,) = get_args(annotation)
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            found[name] = {key: (info.description or "").strip() for key, info in annotation.model_fields.items()}
+            tables += [(f"{name}.{key}", info.annotation) for key, info in annotation.model_fields.items()]
+    return found
 
 
 def _toml_type(value: object) -> str:

@@ -12,6 +12,7 @@ from .refusal import ConfigError
 
 if TYPE_CHECKING:
     from .run import Config
+    from .sections import Source
 
 BYTE_VOCABULARY = 258
 """Ids of the built-in byte tokenizer: 0-255 the bytes, 256 end of document, 257 padding."""
@@ -135,9 +136,33 @@ def _check_optimizer(config: "Config") -> None:
         )
 
 
+def _check_data(config: "Config") -> None:
+    data = config.data
+    if (data.path is None) == (not data.sources):
+        raise ConfigError(
+            f"data.path = {data.path!r} beside {len(data.sources)} table(s) [[data.sources]]: one of both is needed"
+        )
+    if data.sources and "pattern" in data.model_fields_set:
+        raise ConfigError("data.pattern is given but only data.path uses it: put it into the table [[data.sources]]")
+    for index, source in enumerate(data.sources):
+        _check_source(source, f"data.sources.{index}", tokenizer=data.tokenizer)
+
+
+def _check_source(source: "Source", name: str, *, tokenizer: str) -> None:
+    unused = {"text": ("field", "chat", "split"), "datasets": ("pattern",)}.get(source.format, ("split",))
+    for key in unused:
+        if key in source.model_fields_set:
+            raise ConfigError(f"{name}.{key} is given but {name}.format = {source.format!r} does not use it")
+    if source.chat and tokenizer == "bytes":
+        raise ConfigError(f"{name}.chat = true needs a chat template: data.tokenizer = 'bytes' has none, a folder may")
+    if source.path == "stdlib" and source.format != "text":
+        raise ConfigError(f"{name}.path = 'stdlib' holds no {source.format}: {name}.format = 'text' is accepted")
+
+
 RULES: tuple[Callable[["Config"], None], ...] = (
     _check_launch,
     _check_batch,
+    _check_data,
     _check_shape,
     _check_vocabulary,
     _check_refused,

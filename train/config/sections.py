@@ -31,17 +31,46 @@ class Model(Section):
     """Type of the parameters in forward and backward; the optimizer's copy is float32."""
 
 
-class Data(Section):
+class Source(Section):
     path: str
-    """Folder of text files, or the word "stdlib": the source files of Python's standard library."""
+    """Folder, or one file; with format "text" also the word "stdlib": the source files of Python's standard library."""
+    format: Literal["text", "jsonl", "parquet", "datasets"]
+    """ "datasets": whatever the datasets library loads from a local folder, through its cache unless it saved it."""
+    pattern: Annotated[str, Field(pattern=r"^[^/]")] | None = None
+    """Which files of the folder are read, as a glob; left out: **/*.txt, **/*.jsonl or **/*.parquet."""
+    field: str = "text"
+    """All formats but "text": key or column that holds the text, or with chat the list of messages."""
+    chat: bool = False
+    """Whether the field holds messages with role and content: the loss is on the assistant's answers only."""
+    split: str = "train"
+    """Format "datasets" only: which split, where there are several."""
+    weight: Positive = 1.0
+    """Share of the tokens, relative to the other sources."""
+
+    @property
+    def glob(self) -> str:
+        """The pattern of the files, the default one if none is given."""
+        return self.pattern or {"text": "**/*.txt"}.get(self.format, f"**/*.{self.format}")
+
+
+class Data(Section):
+    path: str | None = None
+    """Folder of text files, or the word "stdlib": the short form of one source of format "text"."""
     pattern: Annotated[str, Field(pattern=r"^[^/]")] = "**/*.txt"
-    """Which files of the folder are read, as a glob; each file is one document."""
+    """Which files of path are read, as a glob; each file is one document."""
+    sources: list[Source] = []
+    """Tables [[data.sources]], in place of path: what is read, and mixed by weight."""
     tokenizer: str = "bytes"
     """ "bytes", or a local folder with a tokenizer of transformers."""
     shuffle: bool = True
-    """Whether the documents are read in an order drawn from train.seed, or sorted by name."""
+    """Whether the documents are read in an order drawn from train.seed, or as they are listed."""
     document_mask: bool = True
     """Whether attention stays inside each document, or is causal over the whole packed sequence."""
+
+    @property
+    def all_sources(self) -> list[Source]:
+        """What is read: `sources`, or the one that `path` stands for."""
+        return self.sources or [Source(path=self.path or "", format="text", pattern=self.pattern)]
 
 
 class Sequence(Section):

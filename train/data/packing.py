@@ -139,6 +139,4 @@ def sequences(
     if state["length"] != length:
         stream.put_back(piece for pieces in open_pieces for piece in pieces)
         open_pieces = []
-    return Packer(
-        stream, length=length, pad=tokenizer.pad, open_pieces=open_pieces, consumed=state["consumed"]
-    )
+    return Packer(stream, length=length, pad=tokenizer.pad, open_pieces=open_pieces, consumed=state["consumed"])

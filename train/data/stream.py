@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def cut(piece: Piece, length: int) -> list[Piece]:
-    """A piece in parts of at most `length` tokens. Labels were made before, so the last token of each keeps its target."""
+    """A piece in parts of at most `length` tokens. Labels were made before: the last token of each keeps its target."""
     ids, labels, place = piece
     starts = range(0, len(ids), length)
     return [
@@ -103,9 +103,7 @@ class Cursor:
         self, documents: Documents, *, seed: int, index: int, shuffle: bool, state: dict[str, int] | None = None
     ) -> None:
         self._documents, self._seed, self._index, self._shuffle = documents, seed, index, shuffle
-        self.epoch, self._first, self._next = (
-            (state["epoch"], state["chunk"], state["row"]) if state else (0, 0, 0)
-        )
+        self.epoch, self._first, self._next = (state["epoch"], state["chunk"], state["row"]) if state else (0, 0, 0)
         self._found = state is not None
         self._order = self._drawn(len(documents.sizes))
         self._load()
@@ -156,7 +154,7 @@ class Stream:
     """Pieces of at most `length` tokens, without end, out of all sources.
 
     The next document is one of the source that is furthest behind its weight in tokens, so the shares hold at every
-    moment to within a document. Raises, with a state: ValueError if files, seed or order are others than it was made by.
+    moment to within a document. Raises, with a state: ValueError if it was made by other files, another seed or order.
     """
 
     def __init__(self, corpus: Corpus, *, length: int, seed: int, state: dict[str, Any] | None = None) -> None:

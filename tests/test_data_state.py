@@ -1,0 +1,269 @@
+"""Where the data stand: saved at any step, gone on from in a mesh of any size, nothing lost and nothing twice."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from itertools import islice
+
+import corpora
+import numpy as np
+import pytest
+
+from train import data
+from train.config import Batch, Data, Source
+from train.data import sources, stream
+from train.data.tokens import ByteTokenizer
+
+LENGTH, GLOBAL_BATCH = 64, 4
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Three formats, about 40, 20 and 20 sequences an epoch."""
+    folder = tmp_path_factory.mktemp("mixture")
+    return [
+        corpora.write(folder / kind, kind, corpora.texts_of(count, seed=count), weight=weight)
+        for kind, count, weight in (("text", 30, 2.0), ("jsonl", 16, 1.0), ("parquet", 15, 1.0))
+    ]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(sources, "JSONL_CHUNK", 300)
+    monkeypatch.setattr(stream, "POOL", 700)
+
+
+def sequences(listed, *, length=LENGTH, seed=0, state=None, tokenizer=None, shuffle=True):
+    section = Data(sources=listed, shuffle=shuffle)
+    return data.sequences(section, tokenizer or ByteTokenizer(), length=length, seed=seed, state=state)
+
+
+def stored(state):
+    """A state as a checkpoint gives it back."""
+    return json.loads(json.dumps(state))
+
+
+class Mesh:
+    """The windows of all rings of a run, as the global sequences that they hold."""
+
+    def __init__(self, listed, data_size, state=None):
+        batch = Batch(GLOBAL_BATCH, 1, GLOBAL_BATCH // data_size)
+        self.ranks = [
+            data.Windows(sequences(listed, state=state), batch, data_rank=rank, data_size=data_size)
+            for rank in range(data_size)
+        ]
+
+    def step(self):
+        digests = [[micro[0].digest() for micro in next(rank)] for rank in self.ranks]
+        return [digest for together in zip(*digests, strict=True) for digest in together]
+
+    def state(self):
+        states = [rank.state() for rank in self.ranks]
+        assert all(state == states[0] for state in states)
+        return stored(states[0])
+
+
+def epochs(state):
+    return [source["epoch"] for source in state["stream"]["sources"]]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 2, 2), (4, 4, 4, 4), (2, 1, 4, 2), (4, 2, 1, 4)])
+def test_R78_R82_three_epochs_with_a_resume_inside_each(mixture, sizes):
+    whole = Mesh(mixture, 1)
+    wanted = [whole.step() for _ in range(60)]
+    assert min(epochs(whole.state())) >= 2
+    resumes, seen, state = (5, 25, 45, 60), [], None
+    for size, stop in zip(sizes, resumes, strict=True):
+        mesh = Mesh(mixture, size, state)
+        while len(seen) < stop:
+            seen.append(mesh.step())
+        state = mesh.state()
+        assert state["consumed"] == GLOBAL_BATCH * stop
+    assert seen == wanted
+    assert state == whole.state()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_R78_a_resume_at_every_sequence(mixture, shuffle):
+    uninterrupted = sequences(mixture, shuffle=shuffle)
+    wanted = [s.digest() for s in islice(uninterrupted, 90)]
+    state, seen = None, []
+    for _ in range(90):
+        packer = sequences(mixture, shuffle=shuffle, state=state)
+        seen.append(next(packer).digest())
+        state = stored(packer.state())
+    assert seen == wanted
+
+
+def numbered(folder, lengths):
+    """A corpus for the tokenizer Numbering: documents of these lengths, their end included."""
+    return [corpora.write(folder, "text", [f"{index} {size}" for index, size in enumerate(lengths)])]
+
+
+def taken(some):
+    return [int(token) for s in some for token in s.ids[: s.cu_seqlens[-1]]]
+
+
+def test_R81_nothing_that_waits_in_the_packer_is_lost(tmp_path):
+    listed = numbered(tmp_path, [5, 9, 3, 12, 7])
+    options = {"length": 8, "tokenizer": corpora.Numbering(), "shuffle": False}
+    wanted = [s.ids.tolist() for s in islice(sequences(listed, **options), 30)]
+    for stop in range(30):
+        packer = sequences(listed, **options)
+        before = [s.ids.tolist() for s in islice(packer, stop)]
+        after = islice(sequences(listed, **options, state=stored(packer.state())), 30 - stop)
+        assert before + [s.ids.tolist() for s in after] == wanted
+
+
+@pytest.mark.parametrize("new", [24, 64, 100, 1000])
+@pytest.mark.parametrize("stop", [0, 1, 7, 33])
+def test_another_length_after_a_resume_loses_and_doubles_no_token(tmp_path, new, stop):
+    sizes = np.random.default_rng(0).integers(2, 150, 20).tolist()
+    listed = numbered(tmp_path, sizes)
+    options = {"tokenizer": corpora.Numbering(), "shuffle": False}
+    packer = sequences(listed, **options)
+    tokens = taken(islice(packer, stop))
+    longer = sequences(listed, **options, length=new, state=stored(packer.state()))
+    tokens += taken(islice(longer, 40))
+    end = longer.state()
+    held = [place for places in end["open"] for place in places] + end["stream"]["waiting"]
+    for piece in longer._stream._corpus.pieces_at(held):
+        tokens += piece.ids.tolist()
+    (cursor,) = end["stream"]["sources"]
+    passed = cursor["chunk"] + cursor["row"]
+    expected = Counter()
+    for index, size in enumerate(sizes):
+        for token in [*(1000 * index + np.arange(size - 1)).tolist(), corpora.Numbering.end]:
+            expected[token] += cursor["epoch"] + (index < passed)
+    assert Counter(tokens) == +expected
+
+
+def test_the_state_is_small_and_plain(mixture):
+    packer = sequences(mixture)
+    list(islice(packer, 50))
+    state = packer.state()
+    assert stored(state) == state
+    assert len(json.dumps(state)) < 3000
+
+
+CHANGES = {
+    "seed": ({"seed": 1}, "train.seed = 0, this run has 1"),
+    "order": ({"shuffle": False}, "data.shuffle = True, this run has False"),
+    "tokenizer": ({"tokenizer": corpora.Numbering()}, "the tokenizer's size, end and pad = .258, 256, 257., this run"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_position_in_other_data_is_refused(mixture, case):
+    options, message = CHANGES[case]
+    state = stored(sequences(mixture).state())
+    with pytest.raises(ValueError, match=message):
+        sequences(mixture, state=state, **options)
+
+
+def test_a_position_in_changed_files_is_refused(tmp_path):
+    source = corpora.write(tmp_path, "jsonl", ["a", "b", "c"])
+    state = stored(sequences([source]).state())
+    with (tmp_path / "0.jsonl").open("a") as file:
+        file.write('{"text": "d"}\n')
+    with pytest.raises(ValueError, match="the position in the data was saved with the files = "):
+        sequences([source], state=state)
+
+
+def test_weights_may_change_at_a_resume_and_hold_from_then_on(tmp_path):
+    listed = [corpora.write(tmp_path / str(i), "jsonl", corpora.texts_of(40, seed=i)) for i in range(2)]
+    packer = sequences(listed)
+    list(islice(packer, 300))
+    changed = [listed[0], listed[1].model_copy(update={"weight": 9.0})]
+    resumed = sequences(changed, state=stored(packer.state()))
+    list(islice(resumed, 300))
+    first, second = resumed.state()["stream"]["tokens"]
+    assert second / first == pytest.approx(9, rel=0.1)
+
+
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_R52_R54_rings_hold_the_same_batches_and_share_none(mixture, ring):
+    data_size = 4 // ring
+    steps = []
+    for rank in range(4):
+        batch = Batch(GLOBAL_BATCH, 1, GLOBAL_BATCH // data_size)
+        windows = data.Windows(sequences(mixture), batch, data_rank=rank // ring, data_size=data_size)
+        steps.append([[micro[0].digest() for micro in window] for window in islice(windows, 50)])
+    for first in range(0, 4, ring):
+        assert all(steps[rank] == steps[first] for rank in range(first, first + ring))
+    rings = [steps[first] for first in range(0, 4, ring)]
+    for step in zip(*rings, strict=True):
+        together = [digest for window in step for digest in window]
+        assert len(set(together)) == len(together) == GLOBAL_BATCH
+
+
+def test_R55_every_field_of_a_sequence_is_padded_alike(mixture):
+    for s in islice(sequences(mixture), 40):
+        assert len(s.ids) == len(s.labels) == LENGTH
+        assert (s.labels[s.cu_seqlens[-1] :] == data.IGNORED).all()
+        assert (s.ids[s.cu_seqlens[-1] :] == ByteTokenizer.pad).all()
+
+
+def test_R57_ten_documents_over_four_rings_make_equal_steps(tmp_path):
+    listed = numbered(tmp_path, [8] * 10)
+    per_rank = []
+    for rank in range(4):
+        packer = sequences(listed, length=8, tokenizer=corpora.Numbering())
+        windows = data.Windows(packer, Batch(4, 1, 1), data_rank=rank, data_size=4)
+        per_rank.append([taken(micro[0] for micro in window) for window in islice(windows, 5)])
+    together = [tuple(window) for windows in per_rank for window in windows]
+    assert Counter(together) == Counter(dict.fromkeys(together, 2)) and len(set(together)) == 10  # two epochs
+
+
+def test_windows_are_made_while_the_step_runs(mixture):
+    """What takes the reader 0.2 s is there at once if the step took longer."""
+    packer = sequences(mixture)
+
+    class Slow:
+        def __next__(self):
+            time.sleep(0.2)
+            return next(packer)
+
+        def state(self):
+            return packer.state()
+
+    windows = data.Windows(Slow(), Batch(1, 1, 1), data_rank=0, data_size=1)
+    next(windows)
+    deadline = time.monotonic() + 20
+    while windows._made.empty() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    start = time.perf_counter()
+    next(windows)
+    assert time.perf_counter() - start < 0.1
+
+
+def test_the_state_is_that_of_the_window_taken_not_of_those_made_ahead(mixture):
+    packer = sequences(mixture)
+    windows = data.Windows(sequences(mixture), Batch(3, 1, 3), data_rank=0, data_size=1)
+    for _ in range(4):
+        assert windows.state() == packer.state()
+        next(windows)
+        list(islice(packer, 3))
+
+
+def test_what_cannot_be_read_ends_the_windows_on_the_step_that_needs_it(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "%s"}\n' % ("x" * 200) + "{\n")
+    packer = sequences([Source(path=str(tmp_path), format="jsonl")], shuffle=False)
+    windows = data.Windows(packer, Batch(1, 1, 1), data_rank=0, data_size=1)
+    for _ in range(3):
+        next(windows)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a.jsonl, line 2: not JSON"):
+            next(windows)
+
+
+def test_the_thread_ends_with_the_windows(mixture):
+    windows = data.Windows(sequences(mixture), Batch(1, 1, 1), data_rank=0, data_size=1)
+    next(windows)
+    thread = windows._thread
+    assert thread.is_alive()
+    del windows
+    thread.join(10)
+    assert not thread.is_alive()
