@@ -1,5 +1,7 @@
 """train/config: what a run may be told, and how it refuses the rest in one sentence."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,9 @@ UNKNOWN_KEYS = {
     "parallel.ulises=4": "did you mean parallel.ulysses?",
     "sequence.lenght=8192": "did you mean sequence.length?",
     "train.length=8192": "did you mean sequence.length?",
+    "data.sources=[{path='x', format='jsonl', wieght=2}]": "did you mean data.sources.weight?",
+    "data.sources=[{path='x', format='jsonl', length=2}]": "did you mean sequence.length?",
+    "data.fromat=text": "did you mean data.sources.format?",
     "optimizer.zero=3": "did you mean parallel.zero?",
     "model.layuot=zigzag": "did you mean sequence.layout?",
     "optimiser.lr=1": "[optimiser] is not a section: did you mean [optimizer]?",
@@ -306,3 +311,66 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     config = demo(f"metrics.dir={tmp_path}/file/below")
     with pytest.raises(ConfigError, match=r"metrics.dir = .* cannot be written"):
         check_paths(config)
+
+
+SOURCES = {
+    "data.sources=[{path='x', format='text'}]": "data.path = 'stdlib' beside 1 table(s) [[data.sources]]: one of both",
+    "data.sources=[{format='text'}]": "data.sources.0.path is missing: Folder, or one file",
+    "data.sources=[{path='x', format='csv'}]": "data.sources.0.format = 'csv' (a string): accepted is 'text', 'jsonl'",
+    "data.sources=[{path='x', format='text', weight=0}]": "data.sources.0.weight = 0 (an integer)",
+}
+
+
+@pytest.mark.parametrize("override", SOURCES)
+def test_a_source_beside_a_path_or_without_its_keys(override):
+    with pytest.raises(ConfigError, match=re.escape(SOURCES[override])):
+        demo(override)
+
+
+def mixed(tmp_path, tables, head=""):
+    """The demo with these [[data.sources]] in place of its path."""
+    text = DEMO.read_text().replace('path = "stdlib"\npattern = "**/*.py"\n', head)
+    for keys in tables:
+        text += "\n[[data.sources]]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
+    (tmp_path / "mixed.toml").write_text(text)
+    return load(tmp_path / "mixed.toml")
+
+
+UNUSED = [
+    ({"format": "text", "field": "body"}, "data.sources.0.field is given but data.sources.0.format = 'text'"),
+    ({"format": "text", "chat": True}, "data.sources.0.chat is given but data.sources.0.format = 'text'"),
+    ({"format": "jsonl", "split": "test"}, "data.sources.0.split is given but data.sources.0.format = 'jsonl'"),
+    ({"format": "datasets", "pattern": "*"}, "data.sources.0.pattern is given but data.sources.0.format = 'datasets'"),
+    ({"format": "jsonl", "chat": True}, "data.sources.0.chat = true needs a chat template: data.tokenizer = 'bytes'"),
+    ({"format": "jsonl", "path": "stdlib"}, "data.sources.0.path = 'stdlib' holds no jsonl"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), UNUSED)
+def test_a_key_that_a_source_would_not_use_is_refused(tmp_path, keys, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        mixed(tmp_path, [{"path": "x"} | keys])
+
+
+def test_sources_of_a_file(tmp_path):
+    tables = [{"path": "a", "format": "jsonl", "weight": 3}, {"path": "b", "format": "text", "pattern": "*.md"}]
+    config = mixed(tmp_path, tables)
+    assert [source.weight for source in config.data.all_sources] == [3.0, 1.0]
+    assert [source.glob for source in config.data.all_sources] == ["**/*.jsonl", "*.md"]
+    with pytest.raises(ConfigError, match=re.escape("data.path = None beside 0 table(s) [[data.sources]]")):
+        mixed(tmp_path, [])
+    with pytest.raises(ConfigError, match=r"data\.pattern is given but only data\.path uses it"):
+        mixed(tmp_path, tables, 'pattern = "*.txt"\n')
+
+
+def test_the_paths_of_sources(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}")
+    one = [{"path": str(tmp_path / "a.jsonl"), "format": "jsonl"}]
+    check_paths(mixed(tmp_path, one))
+    for keys, message in (
+        ({"path": "absent", "format": "parquet"}, "data.sources.1.path = 'absent' is not there: a folder of .parquet"),
+        ({"path": "absent", "format": "datasets"}, "data.sources.1.path = 'absent' is not a folder: one that the"),
+        ({"path": str(tmp_path), "format": "parquet"}, "holds no file that fits data.sources.1.pattern = '**/*.parq"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            check_paths(mixed(tmp_path, [*one, keys]))

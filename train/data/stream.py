@@ -6,6 +6,8 @@ state is small: positions in orders that can be drawn again, and the places of p
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,10 +87,9 @@ class Corpus:
         """The pieces at these places, in their order. Each chunk is read once, one after the other."""
         wanted = [Place(*place) for place in places]
         encoded: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
-        for source, chunk in sorted({place[:2] for place in wanted}):
-            rows = self.documents[source].read(chunk)
-            for row in {place.row for place in wanted if place[:2] == (source, chunk)}:
-                encoded[source, chunk, row] = self.encode(source, rows[row])
+        for (source, chunk), rows in groupby(sorted({place[:3] for place in wanted}), key=itemgetter(0, 1)):
+            read = self.documents[source].read(chunk)
+            encoded |= {(source, chunk, row): self.encode(source, read[row]) for _, _, row in rows}
         found = [(place, *encoded[place[:3]]) for place in wanted]
         return [Piece(ids[p.start : p.stop], labels[p.start : p.stop], p) for p, ids, labels in found]
 

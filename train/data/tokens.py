@@ -74,7 +74,7 @@ class FolderTokenizer:
         if not re.search(r"\{%-?\s*generation\s*-?%\}", template):
             raise ValueError(
                 f"the chat template of data.tokenizer = {self.folder!r} does not mark the answers: put "
-                "{% generation %} and {% endgeneration %} around what the assistant says, so that only it counts in the loss"
+                "{% generation %} and {% endgeneration %} around what the assistant says"
             )
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
