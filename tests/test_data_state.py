@@ -74,7 +74,7 @@ def test_R78_R82_three_epochs_with_a_resume_inside_each(mixture, sizes):
     whole = Mesh(mixture, 1)
     wanted = [whole.step() for _ in range(60)]
     seen, state = [], None
-    for size, (stop, epoch) in zip(sizes, ((5, 0), (25, 1), (48, 2), (60, None)), strict=True):
+    for size, (stop, epoch) in zip(sizes, ((5, 0), (25, 1), (52, 2), (60, None)), strict=True):
         mesh = Mesh(mixture, size, state)
         while len(seen) < stop:
             seen.append(mesh.step())
