@@ -70,6 +70,6 @@ class Numbering:
 
     size, end, pad = 10**6, 10**6 - 1, 10**6 - 2
 
-    def encode(self, text: bytes) -> np.ndarray:
-        document, size = map(int, text.split())
-        return 1000 * document + np.arange(size - 1)
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        numbers = [map(int, text.split()) for text in texts]
+        return [1000 * document + np.arange(size - 1) for document, size in numbers]

@@ -166,7 +166,7 @@ def test_stdlib_is_found_without_packages_and_tests():
 def test_folder_tokenizer(tmp_path):
     tokenizer = data.tokenizer_of(Data(path="x", tokenizer=corpora.folder_tokenizer(tmp_path)), 12)
     assert (tokenizer.size, tokenizer.end, tokenizer.pad) == (12, 1, 1)
-    assert tokenizer.encode(b"c a  b\nzz a").tolist() == [6, 4, 5, 0, 4]
+    assert [ids.tolist() for ids in tokenizer.encode([b"c a  b\nzz a", b""])] == [[6, 4, 5, 0, 4], []]
 
 
 def test_tokenizer_that_does_not_fit_the_model_names_both_sizes(tmp_path):

@@ -14,10 +14,14 @@ import numpy as np
 
 from ..config import Data
 from .sources import Documents, Row, documents_of
-from .tokens import Encoder, Tokenizer, chat_encoder, text_encoder
+from .tokens import Encoded, Encoder, Tokenizer, chat_encoder, text_encoder
 
 POOL = 2**26
 """Bytes of neighbouring rows that are read and shuffled together."""
+
+
+TOGETHER, TOGETHER_ROWS = 2**20, 32
+"""Bytes and rows of one source that are encoded together: the first that is reached ends a batch."""
 
 
 class Place(NamedTuple):
@@ -75,23 +79,39 @@ class Corpus:
         """What must not change for a place to mean the same tokens, as plain values."""
         return self._identity
 
-    def encode(self, source: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, labels) of a document, int64. Raises: ValueError that begins with file and line."""
-        documents = self.documents[source]
+    def encode(self, source: int, rows: list[Row]) -> list[Encoded | ValueError]:
+        """Each document as (ids, labels), or why it cannot be: an error that begins with file and line."""
+        documents, encoder = self.documents[source], self._encoders[source]
+
+        def alone(row: Row) -> Encoded | ValueError:
+            try:
+                return encoder([documents.content(row)])[0]
+            except ValueError as error:
+                named = ValueError(f"{documents.name(row)}: {error}")
+                named.__cause__ = error
+                return named
+
         try:
-            return self._encoders[source](documents.content(row))
-        except ValueError as error:
-            raise ValueError(f"{documents.name(row)}: {error}") from error
+            return [*encoder([documents.content(row) for row in rows])]
+        except ValueError:
+            return [alone(row) for row in rows]
 
     def pieces_at(self, places: Iterable[Sequence[int]]) -> list[Piece]:
         """The pieces at these places, in their order. Each chunk is read once, one after the other."""
         wanted = [Place(*place) for place in places]
-        encoded: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
-        for (source, chunk), rows in groupby(sorted({place[:3] for place in wanted}), key=itemgetter(0, 1)):
-            read = self.documents[source].read(chunk)
-            encoded |= {(source, chunk, row): self.encode(source, read[row]) for _, _, row in rows}
+        encoded: dict[tuple[int, int, int], Encoded] = {}
+        for (source, chunk), group in groupby(sorted({place[:3] for place in wanted}), key=itemgetter(0, 1)):
+            read, rows = self.documents[source].read(chunk), list(group)
+            for row, document in zip(rows, self.encode(source, [read[row] for *_, row in rows]), strict=True):
+                encoded[row] = _good(document)
         found = [(place, *encoded[place[:3]]) for place in wanted]
         return [Piece(ids[p.start : p.stop], labels[p.start : p.stop], p) for p, ids, labels in found]
+
+
+def _good(document: Encoded | ValueError) -> Encoded:
+    if isinstance(document, ValueError):
+        raise document
+    return document
 
 
 class Cursor:
@@ -151,6 +171,45 @@ class Cursor:
         return self._shuffle and not self._documents.whole and size < POOL and self._last < len(self._order)
 
 
+class Reader:
+    """The encoded documents of one source, in the order of its cursor, which runs ahead by what is encoded together."""
+
+    def __init__(self, corpus: Corpus, source: int, cursor: Cursor) -> None:
+        self._corpus, self._source, self._cursor = corpus, source, cursor
+        self._state = cursor.state()
+        self._ready: deque[tuple[Piece | ValueError, dict[str, int]]] = deque()
+
+    def __next__(self) -> Piece:
+        """A whole document. Raises: ValueError naming file and line of one that cannot be encoded."""
+        if not self._ready:
+            self._encode()
+        document, state = self._ready.popleft()
+        if isinstance(document, ValueError):
+            raise document
+        self._state = state
+        return document
+
+    def _encode(self) -> None:
+        taken: list[tuple[int, int, Row]] = []
+        states, size = [], 0
+        while len(taken) < TOGETHER_ROWS and size < TOGETHER:
+            taken.append(next(self._cursor))
+            states.append(self._cursor.state())
+            value = taken[-1][2].value
+            size += len(value) if isinstance(value, bytes | str) else 0
+        encoded = self._corpus.encode(self._source, [row for *_, row in taken])
+        for (chunk, row, _), document, state in zip(taken, encoded, states, strict=True):
+            if isinstance(document, ValueError):
+                self._ready.append((document, state))
+            else:
+                place = Place(self._source, chunk, row, 0, len(document[0]))
+                self._ready.append((Piece(*document, place), state))
+
+    def state(self) -> dict[str, int]:
+        """The cursor's, behind the last document that was handed out."""
+        return self._state
+
+
 class Stream:
     """Pieces of at most `length` tokens, without end, out of all sources.
 
@@ -163,15 +222,10 @@ class Stream:
         count = len(corpus.documents)
         if state:
             self._check(state["made_by"])
-        self._cursors = [
-            Cursor(
-                documents,
-                seed=seed,
-                index=index,
-                shuffle=corpus.shuffle,
-                state=state["sources"][index] if state else None,
-            )
-            for index, documents in enumerate(corpus.documents)
+        saved = state["sources"] if state else [None] * count
+        self._readers = [
+            Reader(corpus, i, Cursor(documents, seed=seed, index=i, shuffle=corpus.shuffle, state=saved[i]))
+            for i, documents in enumerate(corpus.documents)
         ]
         # other weights begin a new account, or the source that gained would be read alone until it had caught up
         kept = state is not None and state["weights"] == corpus.weights
@@ -196,10 +250,9 @@ class Stream:
     def __next__(self) -> Piece:
         if not self._waiting:
             source = min(range(len(self._tokens)), key=lambda i: self._tokens[i] / self._corpus.weights[i])
-            chunk, index, row = next(self._cursors[source])
-            ids, labels = self._corpus.encode(source, row)
-            self._tokens[source] += len(ids)
-            self._waiting.extend(cut(Piece(ids, labels, Place(source, chunk, index, 0, len(ids))), self._length))
+            document = next(self._readers[source])
+            self._tokens[source] += len(document.ids)
+            self._waiting.extend(cut(document, self._length))
         return self._waiting.popleft()
 
     def put_back(self, pieces: Iterable[Piece]) -> None:
@@ -210,7 +263,7 @@ class Stream:
         """Plain lists and numbers from which the same pieces follow."""
         return {
             "made_by": self._made_by(),
-            "sources": [cursor.state() for cursor in self._cursors],
+            "sources": [reader.state() for reader in self._readers],
             "weights": self._corpus.weights,
             "tokens": list(self._tokens),
             "waiting": [list(piece.place) for piece in self._waiting],

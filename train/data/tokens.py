@@ -14,19 +14,22 @@ from ..config import Data
 IGNORED = -100
 """Label of a token without a target."""
 
-Encoder = Callable[[Any], tuple[np.ndarray, np.ndarray]]
-"""What a row holds -> (ids, labels), int64 [N] each. Raises: ValueError for what cannot be encoded."""
+Encoded = tuple[np.ndarray, np.ndarray]
+"""(ids, labels) of one document, int64 [N] each."""
+
+Encoder = Callable[[list[Any]], list[Encoded]]
+"""What rows hold -> what they are in tokens. Raises: ValueError if any of them cannot be encoded."""
 
 
 class Tokenizer(Protocol):
-    """Token ids of a text. size: ids are below it; end: closes each document; pad: fills a sequence."""
+    """Token ids of texts. size: ids are below it; end: closes each document; pad: fills a sequence."""
 
     size: int
     end: int
     pad: int
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """The text as int64 ids, without `end`."""
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        """Each text as int64 ids, without `end`."""
 
 
 class ByteTokenizer:
@@ -34,8 +37,8 @@ class ByteTokenizer:
 
     size, end, pad = 258, 256, 257
 
-    def encode(self, text: bytes) -> np.ndarray:
-        return np.frombuffer(text, np.uint8).astype(np.int64)
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, np.uint8).astype(np.int64) for text in texts]
 
 
 class FolderTokenizer:
@@ -56,13 +59,14 @@ class FolderTokenizer:
         pad = self._tokenizer.pad_token_id
         self.pad = self.end if pad is None else pad
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """Raises: ValueError if the text is not UTF-8."""
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        """Several at a time, because the library spreads texts over the cores. Raises: ValueError if not UTF-8."""
         try:
-            decoded = text.decode("utf-8")
+            decoded = [text.decode("utf-8") for text in texts]
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start}): convert it") from None
-        return np.asarray(self._tokenizer(decoded, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
+        encoded = self._tokenizer(decoded, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
 
     def check_chat(self) -> None:
         """Refuse a chat template that is missing, or does not mark the assistant's answers. Raises: ValueError."""
@@ -102,42 +106,45 @@ def labels_of(ids: np.ndarray) -> np.ndarray:
 
 
 def text_encoder(tokenizer: Tokenizer) -> Encoder:
-    """Encodes a text, bytes or str, closed by `end`; each next token is a target."""
+    """Encodes texts, bytes or str, each closed by `end`; each next token is a target."""
 
-    def encode(text: Any) -> tuple[np.ndarray, np.ndarray]:
-        if not isinstance(text, bytes | str):
-            raise ValueError(f"a text was expected, found {type(text).__name__}")
-        try:
-            raw = text.encode("utf-8") if isinstance(text, str) else text
-        except UnicodeEncodeError as error:
-            raise ValueError(f"half of a surrogate pair at character {error.start}, which is no text") from None
-        ids = np.append(tokenizer.encode(raw), tokenizer.end)
-        return ids, labels_of(ids)
+    def encode(texts: list[Any]) -> list[Encoded]:
+        documents = [np.append(ids, tokenizer.end) for ids in tokenizer.encode([_bytes_of(text) for text in texts])]
+        return [(ids, labels_of(ids)) for ids in documents]
 
     return encode
 
 
+def _bytes_of(text: Any) -> bytes:
+    if not isinstance(text, bytes | str):
+        raise ValueError(f"a text was expected, found {type(text).__name__}")
+    try:
+        return text.encode("utf-8") if isinstance(text, str) else text
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a surrogate pair at character {error.start}, which is no text") from None
+
+
 def chat_encoder(tokenizer: Tokenizer) -> Encoder:
-    """Encodes a list of messages through the tokenizer's chat template; the assistant's tokens alone are targets.
+    """Encodes lists of messages through the tokenizer's chat template; the assistant's tokens alone are targets.
 
     Raises: ValueError if the tokenizer cannot tell which tokens the assistant said.
     """
     if not isinstance(tokenizer, FolderTokenizer):
         raise ValueError("data.tokenizer = 'bytes' has no chat template: a source with chat = true needs a folder")
     tokenizer.check_chat()
+    return lambda conversations: [_encode_chat(tokenizer, messages) for messages in conversations]
 
-    def encode(messages: Any) -> tuple[np.ndarray, np.ndarray]:
-        from jinja2 import TemplateError
 
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-            raise ValueError("a list of messages, each with a role, was expected")
-        try:
-            ids, answers = tokenizer.encode_chat(messages)
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-        labels = np.where(np.append(answers[1:], False), labels_of(ids), IGNORED)
-        if (labels == IGNORED).all():
-            raise ValueError("no message is an answer of the assistant: there is nothing to train on")
-        return ids, labels
+def _encode_chat(tokenizer: FolderTokenizer, messages: Any) -> Encoded:
+    from jinja2 import TemplateError
 
-    return encode
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ValueError("a list of messages, each with a role, was expected")
+    try:
+        ids, answers = tokenizer.encode_chat(messages)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+    labels = np.where(np.append(answers[1:], False), labels_of(ids), IGNORED)
+    if (labels == IGNORED).all():
+        raise ValueError("no message is an answer of the assistant: there is nothing to train on")
+    return ids, labels
