@@ -117,6 +117,21 @@ FAULTS = [
         "tests/test_train.py::test_layouts_train_alike[striped]",
     ),
     Fault(
+        "open sequences left out of the state", "train/data/packing.py",
+        "for piece in b.pieces] for b in self._open]", "for piece in b.pieces] for b in self._open[1:]]",
+        "tests/test_data_state.py::test_R81_nothing_that_waits_in_the_packer_is_lost",
+    ),
+    Fault(
+        "state of what was read ahead", "train/data/stream.py",
+        "return self._state", "return self._cursor.state()",
+        "tests/test_data_state.py::test_R78_a_resume_at_every_sequence[True]",
+    ),
+    Fault(
+        "answers one token late", "train/data/tokens.py",
+        "np.append(answers[1:], False)", "answers",
+        "tests/test_data_sources.py::test_a_conversation_trains_on_the_answers_alone[jsonl]",
+    ),
+    Fault(
         "gradient of empty rows NaN", "ringflash/kernels/eager.py",
         "b_lse = b_lse.masked_fill(b_lse == -torch.inf, torch.inf)", "b_lse = b_lse",
         "tests/test_kernels.py::test_R17_rows_without_keys_put_no_nan_into_the_gradients_of_the_others[eager]",
