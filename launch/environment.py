@@ -1,0 +1,54 @@
+"""The environment variables of a run: what [launch] says, and nothing that nobody sees.
+
+NCCL and gloo read variables that a shell profile or a module may have set. Those are printed with the command beside
+the ones from the configuration; one that contradicts the configuration is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from train.config import Config
+
+NETWORK_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_")
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+RESTART_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""1: each restart meets in a new store. In a shared one processes find the addresses of those that died
+(pytorch/pytorch#135712) and the restart fails."""
+
+
+def settings(config: Config) -> dict[str, str]:
+    """The variables that the configuration sets, sorted by name. One thread a process, unless it says otherwise."""
+    launch = config.launch
+    chosen = {
+        "NCCL_DEBUG": launch.nccl_debug,
+        # '=' asks NCCL for this very name; otherwise eth1 would also mean eth10
+        "NCCL_SOCKET_IFNAME": f"={launch.interface}" if launch.interface else None,
+        "GLOO_SOCKET_IFNAME": launch.interface,
+        "NCCL_IB_HCA": launch.ib_hca,
+        "NCCL_IB_TIMEOUT": launch.ib_timeout,
+        "NCCL_IB_RETRY_CNT": launch.ib_retries,
+        RESTART_VARIABLE: 1 if launch.max_restarts else None,
+        THREADS_VARIABLE: 1 if launch.processes_per_node > 1 else None,
+    }
+    return dict(sorted({name: str(value) for name, value in chosen.items() if value is not None}.items())) | dict(
+        sorted(launch.environment.items())
+    )
+
+
+def with_inherited(chosen: dict[str, str]) -> dict[str, str]:
+    """Those variables and the network's ones of this shell; a number of threads that the shell has chosen stays.
+
+    Raises: ValueError for a variable of this shell that says something else than the configuration.
+    """
+    chosen = {name: value for name, value in chosen.items() if name != THREADS_VARIABLE or name not in os.environ}
+    network = {name: value for name, value in os.environ.items() if name.startswith(NETWORK_PREFIXES)}
+    for name in sorted(network.keys() & chosen.keys()):
+        if network[name] != chosen[name]:
+            raise ValueError(
+                f"{name} is {network[name]!r} in this shell but {chosen[name]!r} by [launch]: "
+                "unset the variable, or give the key the value that is meant"
+            )
+    return dict(sorted(network.items())) | chosen
