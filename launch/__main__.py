@@ -63,7 +63,9 @@ def _node(arguments: argparse.Namespace, config: Any) -> int | None:
     nodes, scheduler = config.launch.nodes, config.launch.scheduler
     if scheduler != "torchrun":
         if node is not None:
-            raise ValueError(f"--node-rank {node}: launch.scheduler = {scheduler!r} starts all nodes itself; leave it out")
+            raise ValueError(
+                f"--node-rank {node}: launch.scheduler = {scheduler!r} starts all nodes itself; leave it out"
+            )
         return None
     if node is None and nodes == 1:
         return 0

@@ -7,6 +7,8 @@ the ones from the configuration; one that contradicts the configuration is refus
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,17 +35,16 @@ def settings(config: Config) -> dict[str, str]:
         RESTART_VARIABLE: 1 if launch.max_restarts else None,
         THREADS_VARIABLE: 1 if launch.processes_per_node > 1 else None,
     }
-    return dict(sorted({name: str(value) for name, value in chosen.items() if value is not None}.items())) | dict(
-        sorted(launch.environment.items())
-    )
+    named = {name: str(value) for name, value in chosen.items() if value is not None}
+    return dict(sorted((named | launch.environment).items()))
 
 
-def with_inherited(chosen: dict[str, str]) -> dict[str, str]:
-    """Those variables and the network's ones of this shell; a number of threads that the shell has chosen stays.
+def settings_here(config: Config) -> dict[str, str]:
+    """`settings`, and what the processes would inherit from this shell: its network variables, its number of threads.
 
-    Raises: ValueError for a variable of this shell that says something else than the configuration.
+    Raises: ValueError for a network variable of this shell that says something else than the configuration.
     """
-    chosen = {name: value for name, value in chosen.items() if name != THREADS_VARIABLE or name not in os.environ}
+    chosen = settings(config)
     network = {name: value for name, value in os.environ.items() if name.startswith(NETWORK_PREFIXES)}
     for name in sorted(network.keys() & chosen.keys()):
         if network[name] != chosen[name]:
@@ -51,4 +52,11 @@ def with_inherited(chosen: dict[str, str]) -> dict[str, str]:
                 f"{name} is {network[name]!r} in this shell but {chosen[name]!r} by [launch]: "
                 "unset the variable, or give the key the value that is meant"
             )
-    return dict(sorted(network.items())) | chosen
+    if THREADS_VARIABLE in os.environ and THREADS_VARIABLE not in config.launch.environment:
+        chosen[THREADS_VARIABLE] = os.environ[THREADS_VARIABLE]
+    return dict(sorted((network | chosen).items()))
+
+
+def assignment(name: str, value: str) -> str:
+    """The variable as a word of shell. `NAME==value` is read as a comparison by people and tools: it is quoted."""
+    return f"{name}='{value}'" if re.fullmatch(r"=[\w.,:-]+", value) else f"{name}={shlex.quote(value)}"

@@ -6,7 +6,6 @@ with Kubeflow's own models (PyPI: kubeflow-trainer-api).
 """
 
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ def _train_job(job: Job) -> dict[str, Any]:
             "trainer": {
                 "image": kubernetes.image,
                 "command": ["bash", "-c", _script(job)],
-                "env": [{"name": name, "value": value} for name, value in settings(job.config).items()],
+                "env": [{"name": name, "value": _literal(value)} for name, value in settings(job.config).items()],
                 "numNodes": launch.nodes,
                 "numProcPerNode": launch.processes_per_node,
                 "resourcesPerNode": {
@@ -94,7 +93,7 @@ def _train_job(job: Job) -> dict[str, Any]:
 
 
 def _script(job: Job) -> str:
-    """Kubeflow tells each pod its index and the address of the first. `$(` would be read by Kubernetes: it is doubled."""
+    """Kubeflow tells each pod its index and the address of the first one."""
     file, *overrides = job.arguments
     inside = replace(job, worker=WORKER, arguments=(f"{CONFIG_FOLDER}/{Path(file).name}", *overrides))
     line = torchrun.script_line(
@@ -104,7 +103,12 @@ def _script(job: Job) -> str:
         host="$PET_MASTER_ADDR",
         node='"$PET_NODE_RANK"',
     )
-    return f"exec {line}".replace("$(", "$$(")
+    return _literal(f"exec {line}")
+
+
+def _literal(text: str) -> str:
+    """What Kubernetes turns into the text: it would replace `$(NAME)`, and reads `$$` as one dollar."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _patch(job: Job) -> dict[str, Any]:
@@ -123,4 +127,4 @@ def _patch(job: Job) -> dict[str, Any]:
     pod = {"volumes": volumes, "containers": [{"name": CONTAINER, "volumeMounts": mounts}]}
     template = {"spec": {"template": {"spec": pod}}}
     jobs = [{"name": CONTAINER, "template": template}]
-    return {"manager": "ringflash.launch/run", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
+    return {"manager": "ringflash/launch", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}

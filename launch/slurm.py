@@ -4,7 +4,7 @@ import shlex
 import sys
 
 from . import torchrun
-from .environment import settings, with_inherited
+from .environment import assignment, settings_here
 from .job import Ending, Job
 from .submit import submit
 
@@ -23,7 +23,7 @@ def shown(job: Job) -> str:
     line = torchrun.script_line(
         job, python=sys.executable, run_id="$SLURM_JOB_ID", host="$FIRST_NODE", node='"$SLURM_NODEID"'
     )
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in with_inherited(settings(job.config)).items()]
+    exports = [f"export {assignment(*variable)}" for variable in settings_here(job.config).items()]
     step = ["srun", f"--nodes={launch.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={launch.cpus_per_node}"]
     lines = [
         "#!/bin/bash",

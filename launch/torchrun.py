@@ -2,9 +2,8 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
 
-from .environment import settings, with_inherited
+from .environment import assignment, settings_here
 from .job import Ending, Job, run
 
 MODULE = "torch.distributed.run"
@@ -20,22 +19,22 @@ def start(job: Job) -> Ending:
     """Run the part of this machine to its end."""
     assert job.node is not None
     print(_line(job, job.node), flush=True)
-    return run(job, command(job, job.node), node=job.node, settings=_settings(job))
+    return run(job, command(job, job.node), node=job.node, settings=settings_here(job.config))
 
 
 def command(job: Job, node: int) -> list[str]:
     """The command of a node.
 
-    One node without a port: torchrun takes a free one, so that runs on one host do not meet.
+    One node alone takes a free port, so that runs on one host do not meet.
     """
     launch = job.config.launch
     head = [sys.executable, "-m", MODULE]
-    if launch.master_port is None:
-        return [*head, "--standalone", *_rest(job, job.worker, job.arguments)]
-    endpoint = f"{launch.master_address or 'localhost'}:{launch.master_port}"
+    if launch.nodes == 1:
+        return [*head, "--standalone", *_rest(job)]
+    endpoint = f"{launch.master_address}:{launch.master_port}"
     meeting = ["--rdzv-backend", "c10d", "--rdzv-id", job.config.train.name, "--rdzv-endpoint", endpoint]
     meeting += ["--rdzv-conf", _conf(job, str(int(node == 0)))]
-    return [*head, *meeting, *_rest(job, job.worker, job.arguments)]
+    return [*head, *meeting, *_rest(job)]
 
 
 def script_line(job: Job, *, python: str, run_id: str, host: str, node: str) -> str:
@@ -45,7 +44,7 @@ def script_line(job: Job, *, python: str, run_id: str, host: str, node: str) -> 
     run_id, host, node: shell that expands to the name of the rendezvous, to the name or address of the first node, and
         to the index of the node itself
     """
-    launch, rest = job.config.launch, shlex.join(_rest(job, job.worker, job.arguments))
+    launch, rest = job.config.launch, shlex.join(_rest(job))
     head = f"{shlex.quote(python)} -m {MODULE}"
     if launch.nodes == 1:
         return f"{head} --standalone {rest}"
@@ -63,16 +62,12 @@ def _conf(job: Job, is_host: str) -> str:
     return f"is_host={is_host},join_timeout={wait},read_timeout={wait}"
 
 
-def _rest(job: Job, worker: str, arguments: Sequence[str]) -> list[str]:
+def _rest(job: Job) -> list[str]:
     launch = job.config.launch
     size = ["--nnodes", str(launch.nodes), "--nproc-per-node", str(launch.processes_per_node)]
-    return [*size, "--max-restarts", str(launch.max_restarts), "-m", worker, *arguments]
-
-
-def _settings(job: Job) -> dict[str, str]:
-    return with_inherited(settings(job.config))
+    return [*size, "--max-restarts", str(launch.max_restarts), "-m", job.worker, *job.arguments]
 
 
 def _line(job: Job, node: int) -> str:
-    variables = (_settings(job) | job.verdict_setting(node)).items()
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables), shlex.join(command(job, node))])
+    variables = settings_here(job.config) | job.verdict_setting(node)
+    return " ".join([*(assignment(*variable) for variable in variables.items()), shlex.join(command(job, node))])

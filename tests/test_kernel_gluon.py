@@ -93,6 +93,4 @@ def test_a_short_key_tile_masks_all_its_steps():
     tiles = view.tiles(64, 128)
     jobs = launch.jobs_by_key(tiles, 128)
     for _, _, count, v0, f0, f1, v1, shift in jobs:
-        assert (
-            v0 <= f0 <= f1 <= v1 and (f0 == f1 == v1 or count == 128) and 0 <= shift <= max(f1 - f0 - 1, 0)
-        )
+        assert v0 <= f0 <= f1 <= v1 and (f0 == f1 == v1 or count == 128) and 0 <= shift <= max(f1 - f0 - 1, 0)

@@ -16,7 +16,19 @@ from .folders import check_paths
 from .refusal import ConfigError
 from .rules import MODEL_REFUSED
 from .run import Batch, Config
-from .sections import Data, Launch, Memory, Metrics, Model, Optimizer, Parallel, Sequence, Train
+from .sections import (
+    Data,
+    Kubernetes,
+    Launch,
+    Memory,
+    Metrics,
+    Model,
+    Optimizer,
+    Parallel,
+    Sequence,
+    Slurm,
+    Train,
+)
 
 __all__ = [
     "MODEL_REFUSED",
@@ -24,6 +36,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Data",
+    "Kubernetes",
     "Launch",
     "Memory",
     "Metrics",
@@ -31,6 +44,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "Sequence",
+    "Slurm",
     "Train",
     "check_paths",
     "load",
