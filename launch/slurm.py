@@ -21,7 +21,12 @@ def shown(job: Job) -> str:
     """
     launch = job.config.launch
     line = torchrun.script_line(
-        job, python=sys.executable, run_id="$SLURM_JOB_ID", host="$FIRST_NODE", node='"$SLURM_NODEID"'
+        job,
+        python=sys.executable,
+        run_id="$SLURM_JOB_ID",
+        host="$FIRST_NODE",
+        node='"$SLURM_NODEID"',
+        address="$SLURMD_NODENAME",
     )
     exports = [f"export {assignment(*variable)}" for variable in settings_here(job.config).items()]
     step = ["srun", f"--nodes={launch.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={launch.cpus_per_node}"]

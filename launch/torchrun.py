@@ -37,18 +37,20 @@ def command(job: Job, node: int) -> list[str]:
     return [*head, *meeting, *_rest(job)]
 
 
-def script_line(job: Job, *, python: str, run_id: str, host: str, node: str) -> str:
+def script_line(job: Job, *, python: str, run_id: str, host: str, node: str, address: str | None = None) -> str:
     """The command of any node as a line of shell, where only the node itself knows who it is.
 
     python: the interpreter
     run_id, host, node: shell that expands to the name of the rendezvous, to the name or address of the first node, and
         to the index of the node itself
+    address: shell for the node's own name, as the others can reach it; None = what its full host name is
     """
     launch, rest = job.config.launch, shlex.join(_rest(job))
     head = f"{shlex.quote(python)} -m {MODULE}"
     if launch.nodes == 1:
         return f"{head} --standalone {rest}"
     meeting = f'--rdzv-backend c10d --rdzv-id "{run_id}" --rdzv-endpoint "{host}:{launch.master_port}"'
+    meeting += f' --local-addr "{address}"' if address else ""
     is_host = f"$([ {node} = 0 ] && echo 1 || echo 0)"
     return f'{head} {meeting} --rdzv-conf "{_conf(job, is_host)}" {rest}'
 

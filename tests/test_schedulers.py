@@ -102,11 +102,13 @@ def said_by_nodes(folder: Path, script: str, environment: dict[str, str]) -> lis
     return [path.read_text().splitlines() for path in sorted(folder.glob("said*"))]
 
 
-def check_node(words: list[str], node: int, *, endpoint: str, run_id: str, tail: list[str]) -> None:
+def check_node(
+    words: list[str], node: int, *, endpoint: str, run_id: str, tail: list[str], address: tuple[str, ...] = ()
+) -> None:
     index, interface, *command = words
     assert (index, interface) == (str(node), "ib0")
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-id", run_id, "--rdzv-endpoint", endpoint, "--rdzv-conf"]
-    meeting += [f"is_host={int(node == 0)},join_timeout=900,read_timeout=900"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-id", run_id, "--rdzv-endpoint", endpoint, *address]
+    meeting += ["--rdzv-conf", f"is_host={int(node == 0)},join_timeout=900,read_timeout=900"]
     size = ["--nnodes", "4", "--nproc-per-node", "8", "--max-restarts", "3"]
     assert command == ["-m", "torch.distributed.run", *meeting, *size, "-m", *tail]
 
@@ -115,7 +117,10 @@ def test_each_node_of_slurm_runs_torchrun_and_the_first_is_the_host(tmp_path, ca
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     executable(tmp_path / "scontrol", 'test "$1 $2 $3" = "show hostnames n[07-10]" && printf "n%s\\n" 07 08 09 10')
     options = 'while [[ $1 == --* ]]; do echo "$1" >> "$(dirname "$0")/options"; shift; done'
-    executable(tmp_path / "srun", f'{options}\nfor node in 0 1 2 3; do SLURM_NODEID=$node "$@" || exit; done')
+    executable(
+        tmp_path / "srun",
+        f'{options}\nfor node in 0 1 2 3; do SLURM_NODEID=$node SLURMD_NODENAME=x$node "$@" || exit; done',
+    )
     slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[07-10]"}
     said = said_by_nodes(tmp_path, dry_run("slurm", capsys), slurm)
     options = (tmp_path / "options").read_text().split()
@@ -123,7 +128,7 @@ def test_each_node_of_slurm_runs_torchrun_and_the_first_is_the_host(tmp_path, ca
     tail = ["train", "run.toml", *SET, "--set", "launch.scheduler=slurm"]
     assert len(said) == 4
     for node, words in enumerate(said):
-        check_node(words, node, endpoint="n07:29600", run_id="77", tail=tail)
+        check_node(words, node, endpoint="n07:29600", run_id="77", tail=tail, address=("--local-addr", f"x{node}"))
 
 
 def test_a_node_that_fails_fails_the_batch_job(tmp_path, capsys):
