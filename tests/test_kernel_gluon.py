@@ -94,8 +94,6 @@ def test_a_short_key_tile_masks_all_its_steps():
     jobs = launch.jobs_by_key(tiles, 128)
     for _, _, count, v0, f0, f1, v1, shift in jobs:
         assert v0 <= f0 <= f1 <= v1 and (f0 == f1 == v1 or count == 128) and 0 <= shift <= max(f1 - f0 - 1, 0)
-<<<<<<< HEAD
-=======
 
 
 def of_documents(length: int, mean: int) -> np.ndarray:
@@ -149,4 +147,3 @@ def test_programs_stay_where_jobs_are_short_and_many(monkeypatch, width, masks, 
     view = View(*intervals(8192, 8192, causal=True, **masks), whole, whole)
     work = launch.Work.of("forward", torch.empty(1, 8192, heads, width, dtype=torch.bfloat16), view)
     assert launch.stays(work, work.num_tiles * heads) == stays
->>>>>>> main
