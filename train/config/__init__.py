@@ -16,7 +16,20 @@ from .folders import check_paths
 from .refusal import ConfigError
 from .rules import MODEL_REFUSED
 from .run import Batch, Config
-from .sections import Data, Launch, Memory, Metrics, Model, Optimizer, Parallel, Sequence, Source, Train
+from .sections import (
+    Data,
+    Kubernetes,
+    Launch,
+    Memory,
+    Metrics,
+    Model,
+    Optimizer,
+    Parallel,
+    Sequence,
+    Slurm,
+    Source,
+    Train,
+)
 
 __all__ = [
     "MODEL_REFUSED",
@@ -24,6 +37,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Data",
+    "Kubernetes",
     "Launch",
     "Memory",
     "Metrics",
@@ -31,6 +45,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "Sequence",
+    "Slurm",
     "Source",
     "Train",
     "check_paths",

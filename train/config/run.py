@@ -7,7 +7,20 @@ from pydantic import model_validator
 
 from .refusal import ConfigError
 from .rules import RULES
-from .sections import Data, Launch, Memory, Metrics, Model, Optimizer, Parallel, Section, Sequence, Train
+from .sections import (
+    Data,
+    Kubernetes,
+    Launch,
+    Memory,
+    Metrics,
+    Model,
+    Optimizer,
+    Parallel,
+    Section,
+    Sequence,
+    Slurm,
+    Train,
+)
 
 
 class Batch(NamedTuple):
@@ -30,6 +43,8 @@ class Config(Section):
     memory: Memory = Memory()
     metrics: Metrics = Metrics()
     launch: Launch
+    slurm: Slurm = Slurm()
+    kubernetes: Kubernetes = Kubernetes()
 
     @model_validator(mode="after")
     def _rules(self) -> "Config":

@@ -63,21 +63,16 @@ class Corpus:
         sources = data.all_sources
         self.weights = [source.weight for source in sources]
         self.shuffle = data.shuffle
-        self.pad = tokenizer.pad
         self.documents: list[Documents] = [documents_of(source) for source in sources]
         self._encoders: list[Encoder] = [
             chat_encoder(tokenizer) if source.chat else text_encoder(tokenizer) for source in sources
         ]
-        self._identity = {
+        # what must not change for a place to mean the same tokens
+        self.identity: dict[str, Any] = {
             "the files": [documents.fingerprint() for documents in self.documents],
             "field and chat": [[source.field, source.chat] for source in sources],
             "the tokenizer's size, end and pad": [tokenizer.size, tokenizer.end, tokenizer.pad],
         }
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What must not change for a place to mean the same tokens, as plain values."""
-        return self._identity
 
     def encode(self, source: int, rows: list[Row]) -> list[Encoded | ValueError]:
         """Each document as (ids, labels), or why it cannot be: an error that begins with file and line."""
