@@ -73,11 +73,11 @@ def die(config: Config, files: int) -> None:
     storage = run.engine._engine.checkpoint_engine
     save, written = storage.save, []
 
-    def dying(state: Any, path: str) -> None:
+    def dying(state_dict: Any, path: str) -> None:
         if len(written) == files and run.world.rank == 1:
             Path(path).write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
-        save(state, path)
+        save(state_dict, path)
         written.append(path)
 
     with patch.object(storage, "save", dying):

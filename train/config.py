@@ -154,19 +154,6 @@ class Memory(Section):
     """Local tokens whose logits exist at one time."""
 
 
-class Checkpoint(Section):
-    every: Count | None = None
-    """Steps from one checkpoint to the next; the last step is saved too. Left out: nothing is saved."""
-    dir: str | None = None
-    """Folder of the checkpoints, seen by all nodes; left out: `checkpoints` in the folder of the run."""
-    keep_last: Count = 2
-    """How many of the newest checkpoints are kept."""
-    keep_every: Count | None = None
-    """Checkpoints of steps that divide by this are kept too; a multiple of checkpoint.every."""
-    resume: str = "auto"
-    """ "auto": the newest whole checkpoint of the folder, if there is one; "no"; or the folder of one checkpoint."""
-
-
 class Metrics(Section):
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """Mode of the wandb run; online needs a key."""
@@ -201,7 +188,6 @@ class Config(Section):
     optimizer: Optimizer
     train: Train
     memory: Memory = Memory()
-    checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     launch: Launch
 
@@ -209,7 +195,7 @@ class Config(Section):
     def _rules(self) -> "Config":
         _check_launch(self)
         self.batch(self.world_size)
-        for check in (_check_model, _check_sequence, _check_optimizer, _check_checkpoint):
+        for check in (_check_model, _check_sequence, _check_optimizer):
             check(self)
         return self
 
@@ -227,11 +213,6 @@ class Config(Section):
     def run_dir(self) -> Path:
         """Folder for everything that the run writes."""
         return Path(self.metrics.dir) / self.train.name
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.run_dir / "checkpoints" if self.checkpoint.dir is None else Path(self.checkpoint.dir)
 
     def data_parallel(self, world: int) -> int:
         """Data replicas in a world of this many processes. ConfigError if the mesh does not fill it."""
@@ -348,18 +329,6 @@ def _check_optimizer(config: Config) -> None:
     if optimizer.warmup_steps > config.train.steps:
         raise ConfigError(
             f"optimizer.warmup_steps = {optimizer.warmup_steps} must not be above train.steps = {config.train.steps}"
-        )
-
-
-def _check_checkpoint(config: Config) -> None:
-    keep = config.checkpoint
-    if keep.every is None:
-        for key in ("keep_last", "keep_every"):
-            if key in keep.model_fields_set:
-                raise ConfigError(f"checkpoint.{key} is given but without checkpoint.every nothing is saved")
-    elif keep.keep_every is not None and keep.keep_every % keep.every:
-        raise ConfigError(
-            f"checkpoint.keep_every = {keep.keep_every} must be a multiple of checkpoint.every = {keep.every}"
         )
 
 
