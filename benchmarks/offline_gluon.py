@@ -51,9 +51,11 @@ class Case(NamedTuple):
 
 
 ENDS = ((True, True), (True, False), (False, False), (False, True))
+STAYING = "attend_in_turns"
 TYPES = (torch.bfloat16, torch.float16)
 CASES = [
     *(Case("attend", width, dtype, *ends) for width in (64, 96, 128, 192, 256) for dtype in TYPES for ends in ENDS),
+    *(Case(STAYING, width, dtype, *ends) for width in (64, 96, 128) for dtype in TYPES for ends in ENDS),
     *(
         Case(kernel, width, dtype)
         for kernel in ("keys", "queries", "all_gradients")
@@ -143,7 +145,8 @@ def _call(case: Case) -> None:
     view = View(*intervals(length, length, causal=True), segments, segments)
     if case.kernel.startswith("attend"):
         state = State(None if case.first and case.last else torch.empty(q.shape), q, lse)
-        engine = launch if case.kernel == "attend" else launch_fp8
+        engine = launch_fp8 if case.kernel == "attend_fp8" else launch
+        launch.stays = lambda work, num_jobs: case.kernel == STAYING
         engine.forward(q, k, v, view, state, scale=0.1, first=case.first, last=case.last)
     elif case.kernel == "keys":
         launch.key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)

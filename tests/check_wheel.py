@@ -10,7 +10,12 @@ import zipfile
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-NEEDED = ("ringflash/train/__main__.py", "ringflash/configs/demo.toml")  # beside the tracked files of ringflash/
+ROOMS = {
+    "ringflash": "ringflash",
+    "train": "ringflash/train",
+    "launch": "ringflash/launch",
+    "configs": "ringflash/configs",
+}
 
 
 def run(command: list[str], **given) -> str:
@@ -41,9 +46,10 @@ def check_claims(wheel: Path) -> None:
         record = [line.split(",")[0] for line in archive.read(f"{info}/RECORD").decode().splitlines()]
         top_level = archive.read(f"{info}/top_level.txt").decode().split()
     strangers = [name for name in {*names, *record} if name.split("/")[0] not in ("ringflash", info)]
-    tracked = run(["git", "ls-files", "-z", "ringflash"], cwd=REPO).split("\0")[:-1]
-    here = [name for name in tracked if (REPO / name).is_file()]
-    missing = [name for name in (*NEEDED, *here, f"{info}/licenses/LICENSE") if name not in names]
+    tracked = run(["git", "ls-files", "-z", *ROOMS], cwd=REPO).split("\0")[:-1]
+    here = [Path(name) for name in tracked if (REPO / name).is_file()]
+    needed = [f"{ROOMS[path.parts[0]]}/{path.relative_to(path.parts[0]).as_posix()}" for path in here]
+    missing = [name for name in (*needed, f"{info}/licenses/LICENSE") if name not in names]
     if strangers or missing or top_level != ["ringflash"]:
         raise SystemExit(f"the wheel claims {top_level}, holds {strangers} and lacks {missing}")
 

@@ -183,36 +183,54 @@ def test_the_split_forward_says_where_it_does_not_serve(monkeypatch, card, versi
     assert (said is None) if reason is None else re.search(reason, said)
 
 
-def q_of(*, capturing: bool = False, stride: int = 64, start: int = 0) -> tuple[bool, torch.Tensor]:
-    """(is a graph being captured, a tensor [1, 300, 1, 64] with that row stride and start)."""
-    return capturing, torch.empty(300 * stride + start).bfloat16()[start:].as_strided(
-        (1, 300, 1, 64), (2**16, stride, 64, 1)
+def rows_of(*, stride: int = 64, start: int = 0, batch_stride: int = 300 * 64) -> torch.Tensor:
+    """[1, 300, 1, 64] with these strides."""
+    return (
+        torch.zeros(start + 300 * stride).bfloat16()[start:].as_strided((1, 300, 1, 64), (batch_stride, stride, 64, 1))
     )
 
 
 @pytest.mark.parametrize(
-    ("call", "given", "looped"),
+    ("x", "copied"),
     [
-        (q_of(), {"causal": True}, None),
-        (q_of(), {"causal": False}, None),
-        (q_of(stride=80), {"causal": True}, None),
-        (q_of(stride=72), {"causal": True}, "no multiple of 16 elements"),
-        (q_of(start=1), {"causal": True}, "no multiple of 16 elements"),
-        (q_of(), {"causal": True, "window": 20}, "bounds the keys from below"),
-        (q_of(capturing=True), {"causal": True}, "graph is being captured"),
+        (rows_of(), False),
+        (rows_of(stride=80), False),
+        (rows_of(stride=72), True),
+        (rows_of(start=1), True),
+        (rows_of(batch_stride=2**31), True),
+        (rows_of(batch_stride=7), True),
     ],
-    ids=["causal", "full", "wide rows", "odd strides", "odd start", "window", "capturing"],
+    ids=["plain", "wide rows", "odd rows", "odd start", "64-bit stride", "odd batch stride"],
+)
+def test_other_strides_are_copied_before_the_split_forward(x, copied):
+    made = specialised.aligned(x)
+    assert (made is not x) == copied and torch.equal(made, x)
+    assert made.data_ptr() % 16 == 0 and all(0 < n < 2**31 and n % 16 == 0 for n in made.stride()[:3])
+
+
+@pytest.mark.parametrize(
+    ("given", "looped", "capturing", "length"),
+    [
+        ({"causal": True}, None, False, 300),
+        ({"causal": False}, None, False, 300),
+        ({"causal": True}, "take 1 to 2147483647 elements", False, 0),
+        ({"causal": True, "window": 20}, "bounds the keys from below", False, 300),
+        ({"causal": True}, "graph is being captured", True, 300),
+    ],
+    ids=["causal", "full", "empty", "window", "capturing"],
 )
 @pytest.mark.parametrize("found", [None, "out differs"])
-def test_a_call_is_split_where_it_can_be_and_its_numbers_are_right(monkeypatch, call, given, looped, found):
-    capturing, q = call
+def test_a_call_is_split_where_it_can_be_and_its_numbers_are_right(
+    monkeypatch, given, looped, capturing, length, found
+):
+    q = rows_of()[:, :length]
     monkeypatch.setattr(specialised, "unfit", lambda *what: None)
     monkeypatch.setattr(specialised, "fault", lambda configuration: found)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     taken = []
     monkeypatch.setattr(specialised, "split", lambda *call, **how: taken.append("split"))
     monkeypatch.setattr(specialised.launch, "forward", lambda *call, **how: taken.append("looped"))
-    view = View(*intervals(300, 300, **given), np.array([[0, 300]]), np.array([[0, 300]]))
+    view = View(*intervals(length, length, **given), np.array([[0, length]]), np.array([[0, length]]))
     reason = specialised.refusal(q, q, q, view, first=True, last=True)
     assert (looped in reason) if looped else reason == found
     specialised.forward(q, q, q, view, None, scale=0.1, first=True, last=True)

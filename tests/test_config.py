@@ -1,4 +1,4 @@
-"""train/config.py: what a run may be told, and how it refuses the rest in one sentence."""
+"""train/config: what a run may be told, and how it refuses the rest in one sentence."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train.config import Batch, ConfigError, check_paths, load
+from train.config import Batch, Config, ConfigError, check_paths, load
 
 REPO = Path(__file__).resolve().parent.parent
 DEMO = REPO / "configs" / "demo.toml"
@@ -29,6 +29,12 @@ def test_a_value_is_toml_and_a_bare_word_is_a_string():
     assert (config.data.path, config.optimizer.lr, config.optimizer.betas) == ("/tmp/some text", 1e-2, [0.0, 0.5])
     assert config.model.config["x"] == {"y": 3}
     assert demo('train.name="7"').train.name == "7"
+
+
+@pytest.mark.parametrize("section", Config.model_fields)
+def test_every_key_says_what_it_means(section):
+    silent = [key for key, info in Config.model_fields[section].annotation.model_fields.items() if not info.description]
+    assert not silent, f"[{section}]: write a docstring under {silent}"
 
 
 def test_a_config_is_frozen():

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from ringflash.kernels import gluon, triton
-from ringflash.kernels.gluon import launch
+from ringflash.kernels.gluon import launch, turns
 from ringflash.mask import View, intervals
 
 WHOLE = np.array([[0, 200]])
@@ -93,6 +93,57 @@ def test_a_short_key_tile_masks_all_its_steps():
     tiles = view.tiles(64, 128)
     jobs = launch.jobs_by_key(tiles, 128)
     for _, _, count, v0, f0, f1, v1, shift in jobs:
-        assert (
-            v0 <= f0 <= f1 <= v1 and (f0 == f1 == v1 or count == 128) and 0 <= shift <= max(f1 - f0 - 1, 0)
-        )
+        assert v0 <= f0 <= f1 <= v1 and (f0 == f1 == v1 or count == 128) and 0 <= shift <= max(f1 - f0 - 1, 0)
+
+
+def of_documents(length: int, mean: int) -> np.ndarray:
+    """Jobs of the forward, of packed documents of lognormal lengths."""
+    ends = np.cumsum(np.random.default_rng(0).lognormal(np.log(mean), 1.0, length).astype(np.int64) + 1)
+    borders = np.array([0, *ends[ends < length], length], np.int32)
+    whole = np.array([[0, length]])
+    view = View(*intervals(length, length, causal=True, cu_seqlens=borders), whole, whole)
+    return launch.jobs_by_query(view.tiles(128, 128), 128)
+
+
+@pytest.mark.parametrize(("batch", "heads", "section"), [(1, 16, 2), (2, 3, 3), (1, 1, 1), (1, 4, 4)])
+@pytest.mark.parametrize("num_programs", [132, 7])
+def test_every_job_of_every_head_is_done_once(batch, heads, section, num_programs):
+    jobs = of_documents(8000, 1200)
+    lines = turns.turns(jobs, batch, heads, section, num_programs)
+    done = sorted(map(tuple, lines[:, [1, 7, 0, 2, 3, 4, 5, 6]]))
+    want = [(b, h, *job) for b in range(batch) for h in range(heads) for job in jobs[:, [0, 2, 3, 4, 5, 6]].tolist()]
+    assert done == sorted(want) and lines.dtype == np.int32 and lines.flags.c_contiguous
+
+
+@pytest.mark.parametrize("heads", [4, 16])
+def test_programs_that_stay_end_together(heads):
+    """Head by head alone, the programs with the long tiles of the last head would end late."""
+    lines = turns.turns(of_documents(65536, 1200), 1, heads, 2, 132)
+    costs = lines[:, 6] - lines[:, 3] + turns.JOB_STEPS
+    programs = np.bincount(np.arange(len(costs)) % 132, costs)
+    assert programs.max() <= 1.02 * programs.mean()
+
+
+def test_programs_that_run_side_by_side_read_the_same_keys():
+    """In one order of length over all heads, hardly two programs at a time would share a document."""
+    lines = turns.turns(of_documents(65536, 1200), 1, 16, 2, 132)
+    heads = lines[: len(lines) * 3 // 4 // 132 * 132, 7].reshape(-1, 132)
+    assert (heads.max(1) - heads.min(1)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("width", "masks", "heads", "stays"),
+    [
+        (128, {"window": 1024}, 16, True),
+        (64, {"window": 1024}, 16, True),
+        (256, {"window": 1024}, 16, False),  # no room for more queries
+        (128, {}, 16, False),  # long enough
+        (128, {"window": 1024}, 2, False),  # too few
+    ],
+)
+def test_programs_stay_where_jobs_are_short_and_many(monkeypatch, width, masks, heads, stays):
+    monkeypatch.setattr(launch, "SHORT_STEPS", 24)
+    whole = np.array([[0, 8192]])
+    view = View(*intervals(8192, 8192, causal=True, **masks), whole, whole)
+    work = launch.Work.of("forward", torch.empty(1, 8192, heads, width, dtype=torch.bfloat16), view)
+    assert launch.stays(work, work.num_tiles * heads) == stays

@@ -81,29 +81,46 @@ def _start_of(k_tiles, i_tile, regular, BK: gl.constexpr):
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, regular, NC: gl.constexpr, STAGES: gl.constexpr):
-    """K(j) is asked for before V(j-1), as it is needed and as its buffer falls free."""
+def request(
+    q_desc, k_desc, v_desc, shared, walk, head, k_tiles, regular, behind, NC: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Ask for all tiles of one job: K(j) before V(j-1), as it is needed and as its buffer falls free.
+
+    behind: (buffer of the first queries, steps before this job's)
+    """
     q_s, k_s, v_s, q_full, k_full, v_full = shared
     v0, f0, f1, v1, row = walk
     i_b, i_h, i_g = head
+    query, past = behind
     BK: gl.constexpr = k_desc.block_type.shape[2]
     num_steps = v1 - v0
     for c in gl.static_range(NC):
-        mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-        tma_load(q_desc, [i_b, i_h, row + c * 64, 0], q_full.index(c), q_s.index(c))
+        mbarrier.expect(q_full.index(query + c), q_desc.block_type.nbytes)
+        tma_load(q_desc, [i_b, i_h, row + c * 64, 0], q_full.index(query + c), q_s.index(query + c))
     if num_steps > 0:
         start = _start_of(k_tiles, tile_at(0, v0, f0, f1, v1), regular, BK)
-        _fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, K_FREE, 0, STAGES, NC)
+        _fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, K_FREE, past, STAGES, NC)
         for j in range(1, num_steps):
             before = start
             start = _start_of(k_tiles, tile_at(j, v0, f0, f1, v1), regular, BK)
-            _fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, K_FREE, j, STAGES, NC)
-            _fill(v_desc, [i_b, i_g, before, 0], v_s, v_full, V_FREE, j - 1, STAGES, NC)
-        _fill(v_desc, [i_b, i_g, start, 0], v_s, v_full, V_FREE, num_steps - 1, STAGES, NC)
-    # signals that no buffer waits for are taken as well: a program leaves its named barriers as it found them
+            _fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, K_FREE, past + j, STAGES, NC)
+            _fill(v_desc, [i_b, i_g, before, 0], v_s, v_full, V_FREE, past + j - 1, STAGES, NC)
+        _fill(v_desc, [i_b, i_g, start, 0], v_s, v_full, V_FREE, past + num_steps - 1, STAGES, NC)
+
+
+@gluon.jit
+def drain(num_steps, NC: gl.constexpr, STAGES: gl.constexpr):
+    """Take the signals that no buffer waited for: a program leaves its named barriers as it found them."""
     for j in range(gl.maximum(num_steps - STAGES, 0), num_steps):
         _wait(K_FREE + j % STAGES, NC)
         _wait(V_FREE + j % STAGES, NC)
+
+
+@gluon.jit
+def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, regular, NC: gl.constexpr, STAGES: gl.constexpr):
+    v0, _, _, v1, _ = walk
+    request(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, regular, (0, 0), NC, STAGES)
+    drain(v1 - v0, NC, STAGES)
 
 
 @gluon.jit
@@ -185,25 +202,25 @@ def _issue_values(b_pairs, b_shrink, v_s, b_acc, j, STAGES: gl.constexpr, OL: gl
 
 @gluon.jit
 def _step(
-    shared, b_q, b_pairs, b_acc, b_max, b_sum, b_shrink, b_lo, b_hi, scale_log2, k_tiles, i_tile, j, num_masked,
+    shared, b_q, b_pairs, b_acc, b_max, b_sum, b_shrink, b_lo, b_hi, scale_log2, k_tiles, i_tile, is_masked, s,
     BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
-    """The scores of step j and the values of step j - 1."""
+    """The scores of the program's step s and the values of step s - 1."""
     _, k_s, v_s, _, k_full, v_full = shared
-    b_s = _issue_scores(b_q, k_s, k_full, j, BK, STAGES, SL)
+    b_s = _issue_scores(b_q, k_s, k_full, s, BK, STAGES, SL)
     # O is scaled here, and not where softmax found the factor, because the tensor cores have work meanwhile
-    b_acc, b_p = _issue_values(b_pairs, b_shrink, v_s, b_acc, j - 1, STAGES, OL)
+    b_acc, b_p = _issue_values(b_pairs, b_shrink, v_s, b_acc, s - 1, STAGES, OL)
     b_s = warpgroup_mma_wait(1, deps=[b_s])
-    _arrive(K_FREE + j % STAGES, NC)
+    _arrive(K_FREE + s % STAGES, NC)
     # All threads of the program branch alike. Two loops, with and without a mask, need twice the code, and were slower.
-    if j < num_masked:
+    if is_masked:
         b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, i_tile)
     b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale_log2)
-    # The next step needs V(j), but the wait stands here for its branch: without the end of a basic block ptxas sinks
+    # The next step needs V(s), but the wait stands here for its branch: without the end of a basic block ptxas sinks
     # the softmax below the wait for the products, and nothing overlaps. A second branch below it undoes this.
-    wait_full(v_full, j, STAGES)
+    wait_full(v_full, s, STAGES)
     b_acc, b_p = warpgroup_mma_wait(0, deps=[b_acc, b_p])
-    _arrive(V_FREE + (j - 1) % STAGES, NC)
+    _arrive(V_FREE + (s - 1) % STAGES, NC)
     return _pairs(b_pf, v_s.dtype), b_acc, b_max, b_sum, b_shrink
 
 
@@ -232,7 +249,7 @@ def _start(
 
 @gluon.jit
 def _walk(
-    shared, walk, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles,
+    shared, walk, past, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles,
     BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """(acc, maximum, sum) after all key tiles, of which there is one at least."""
@@ -240,30 +257,33 @@ def _walk(
     v0, f0, f1, v1, _ = walk
     num_steps = v1 - v0
     num_masked = num_steps - (f1 - f0)
-    b_s = _issue_scores(b_q, k_s, k_full, 0, BK, STAGES, SL)
+    b_s = _issue_scores(b_q, k_s, k_full, past, BK, STAGES, SL)
     b_s = warpgroup_mma_wait(0, deps=[b_s])
-    _arrive(K_FREE, NC)
+    _arrive(K_FREE + past % STAGES, NC)
     b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, tile_at(0, v0, f0, f1, v1))
     b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale_log2)
     b_pairs = _pairs(b_pf, v_s.dtype)
-    wait_full(v_full, 0, STAGES)
+    wait_full(v_full, past, STAGES)
     for j in range(1, num_steps):
         b_pairs, b_acc, b_max, b_sum, b_shrink = _step(
             shared, b_q, b_pairs, b_acc, b_max, b_sum, b_shrink, b_lo, b_hi, scale_log2, k_tiles,
-            tile_at(j, v0, f0, f1, v1), j, num_masked, BK, STAGES, SL, OL, NC)  # fmt: skip
-    b_acc, b_p = _issue_values(b_pairs, b_shrink, v_s, b_acc, num_steps - 1, STAGES, OL)
+            tile_at(j, v0, f0, f1, v1), j < num_masked, past + j, BK, STAGES, SL, OL, NC)  # fmt: skip
+    b_acc, b_p = _issue_values(b_pairs, b_shrink, v_s, b_acc, past + num_steps - 1, STAGES, OL)
     b_acc, b_p = warpgroup_mma_wait(0, deps=[b_acc, b_p])
-    _arrive(V_FREE + (num_steps - 1) % STAGES, NC)
+    _arrive(V_FREE + (past + num_steps - 1) % STAGES, NC)
     return b_acc, b_max, b_sum
 
 
 @gluon.jit
-def _consumer(
-    shared, walk, count, p_state, p_out, p_lse, p_lo, p_hi, state_row, out_row, scale_log2, k_tiles,
+def consume(
+    shared, walk, behind, phase, count, p_state, p_out, p_lse, p_lo, p_hi, state_row, out_row, scale_log2, k_tiles,
     C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     FIRST: gl.constexpr, LAST: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
-    """Queries 64 C ... 64 C + 63 of the tile. p_*: pointers to the tile's first row; *_row: strides."""
+    """One job's queries 64 C ... 64 C + 63. p_*: pointers to the tile's first row; *_row: strides.
+
+    behind: as in `request`; phase: of the barrier that says that the queries are there
+    """
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     q_s, _, _, q_full, _, _ = shared
@@ -272,11 +292,12 @@ def _consumer(
     b_lo = gl.load(p_lo + o_q, mask=o_q < count, other=0)
     b_hi = gl.load(p_hi + o_q, mask=o_q < count, other=0)
     b_acc, b_max, b_sum = _start(p_state, p_lse, state_row, count, C, D, WIDTH, BK, FIRST, SL, OL)
-    b_q = matrix(q_s.index(C))
-    mbarrier.wait(q_full.index(C), 0)
+    query, past = behind
+    b_q = matrix(q_s.index(query + C))
+    mbarrier.wait(q_full.index(query + C), phase)
     if v1 > v0:
         b_acc, b_max, b_sum = _walk(
-            shared, walk, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, BK, STAGES, SL, OL, NC
+            shared, walk, past, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, BK, STAGES, SL, OL, NC
         )
     b_inverse = _store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
     b_acc = b_acc * gl.convert_layout(b_inverse, gl.SliceLayout(1, OL))[:, None]
@@ -318,6 +339,17 @@ def _store_out(b_q, b_acc, p_out, out_row, count, C: gl.constexpr, D: gl.constex
     gl.store(p_row, b_q.load(CL), mask=inside(o_row, count, o_column, D, WIDTH))
 
 
+@gluon.jit
+def first_row(state, out, lse, i_b, i_h, row, num_heads, num_rows):
+    """Pointers to row `row` of one head in the three."""
+    o_b = i_b.to(gl.int64)
+    o_h = i_h.to(gl.int64)
+    o_row = row.to(gl.int64)
+    p_state = state[0] + (o_b * state[1] + o_row * state[2] + o_h * state[3])
+    p_out = out[0] + (o_b * out[1] + o_row * out[2] + o_h * out[3])
+    return p_state, p_out, lse + ((i_b * num_heads + i_h).to(gl.int64) * num_rows + row)
+
+
 @gluon.jit(do_not_specialize=["num_tiles", "regular", "num_heads", "group", "num_rows", "section"])
 def attend(
     q_desc, k_desc, v_desc, state, out, lse, lo, hi, k_tiles, jobs,
@@ -333,12 +365,7 @@ def attend(
     row, _, count, v0, f0, f1, v1, _ = job
     i_b = i_bh // num_heads
     i_h = i_bh % num_heads
-    o_b = i_b.to(gl.int64)
-    o_h = i_h.to(gl.int64)
-    o_row = row.to(gl.int64)
-    p_state = state[0] + (o_b * state[1] + o_row * state[2] + o_h * state[3])
-    p_out = out[0] + (o_b * out[1] + o_row * out[2] + o_h * out[3])
-    p_lse = lse + (i_bh.to(gl.int64) * num_rows + row)
+    p_state, p_out, p_lse = first_row(state, out, lse, i_b, i_h, row, num_heads, num_rows)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [NC if NC != 3 else 4, 1, 1, 64, D], q_desc.layout)
     q_full = new_barriers(4, 1)
@@ -351,21 +378,21 @@ def attend(
     # written out, because adding tuples turns their constexprs into run-time numbers
     if NC == 2:
         gl.warp_specialize([
-            (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
+            (consume, (shared, walk, (0, 0), 0, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2],
+                       scale_log2, k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
+            (consume, (shared, walk, (0, 0), 0, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2],
+                       scale_log2, k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
             (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, regular,
                          NC, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_consumer, (shared, walk, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2,
-                         k_tiles, 2, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
+            (consume, (shared, walk, (0, 0), 0, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2],
+                       scale_log2, k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
+            (consume, (shared, walk, (0, 0), 0, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2],
+                       scale_log2, k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
+            (consume, (shared, walk, (0, 0), 0, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2],
+                       scale_log2, k_tiles, 2, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
             (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, regular,
                          NC, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -16,13 +16,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...mask import Tiles, View
 from ..trimming import trimmed
 from ..triton.launch import LOG2E, grid, rows_argument
-from . import forward_kernel, fused_kernel, keys_kernel, queries_kernel
+from . import forward_kernel, fused_kernel, keys_kernel, persistent_kernel, queries_kernel
 from .tiling import TILINGS, Tiling, columns
+from .turns import turns
 
 GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 MAX_NUMBERS = 2**31 - 1  # two a row, of all heads together: the backward's TMA finds them by one 32-bit coordinate
 
 NUM_SMS = 132  # of the largest Hopper; a program of these kernels has one to itself
+SHORT_STEPS = 14  # tiles that a query tile visits, on average, below which the forward's programs stay; 0: never
+STAYING = (TILINGS["forward"][64], TILINGS["forward"][128])  # two buffers of queries fit
 SECTION_BYTES = 2**25  # what the programs of a section share should stay in the L2, which is 50 MB
 
 
@@ -98,6 +101,7 @@ class Work(NamedTuple):
 
     lo, hi: int32 [L]; q_tiles, k_tiles: see `mask.Tiles`; jobs: int32 [num_tiles, 8], see `walk.job_and_head`
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
+    num_steps: how many tiles all its programs visit together
     regular: key tile i starts at i * block_k
     num_heads: tiles of so many heads keep the card busy for twice the time of the longest; 1 where tiles are alike
     bounds: int32 [num query tiles, 2, block_q], lo and hi tile by tile, (0, 0) behind a short tile's end
@@ -111,6 +115,7 @@ class Work(NamedTuple):
     jobs: torch.Tensor
     num_tiles: int
     num_busy: int
+    num_steps: int
     regular: bool
     num_heads: int
     bounds: torch.Tensor
@@ -139,7 +144,7 @@ class Work(NamedTuple):
         num_heads = -(-2 * NUM_SMS * longest // total) if longest * num_busy > 1.25 * total else 1
         return cls(
             tiles, *view.bounds(device), made.q_tiles, made.k_tiles, torch.from_numpy(jobs).to(device),
-            len(ranges), num_busy, regular, num_heads, torch.from_numpy(bounds).to(device),
+            len(ranges), num_busy, total, regular, num_heads, torch.from_numpy(bounds).to(device),
         )  # fmt: skip
 
     def section(self, heads: int, groups: int, *shared: torch.Tensor) -> int:
@@ -161,6 +166,29 @@ def sharpened(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
     return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
 
 
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_SMS
+
+
+def stays(work: Work, num_jobs: int) -> bool:
+    """Do the forward's programs stay and do one job after the other? Where jobs are short, many, and not too wide."""
+    is_short = work.num_steps < SHORT_STEPS * work.num_busy
+    return is_short and work.tiling in STAYING and num_jobs >= 2 * num_sms(work.jobs.device)
+
+
+def all_turns(view: View, work: Work, num_tiles: int, batch: int, heads: int, section: int) -> torch.Tensor:
+    """`turns.turns` of the first num_tiles jobs, on the device; made once a view."""
+    tiles, device = work.tiling, work.jobs.device
+
+    def make() -> torch.Tensor:
+        host: Any = view.tiles(tiles.block_q, tiles.block_k, aligned=True)
+        jobs = jobs_by_query(host, tiles.block_k)[:num_tiles]
+        together = min(max(section, 2), batch * heads)  # after one head alone, programs would not end together
+        return torch.from_numpy(turns(jobs, batch, heads, together, num_sms(device))).to(device)
+
+    return view.memo(("turns", tiles, device, num_tiles, batch, heads, section), make)
+
+
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
     """Launch `forward_kernel.attend`. See `kernels.Kernel.forward`."""
     keys, view = trimmed(view).keys, trimmed(view).of_keys
@@ -172,12 +200,16 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
         return
     q, scale = sharpened(q, scale)
     tiles = work.tiling
-    forward_kernel.attend[grid(num_tiles, batch, heads)](
+    run, programs, jobs = forward_kernel.attend, grid(num_tiles, batch, heads), work.jobs
+    ends = [work.section(heads, k.shape[2], k, v)]
+    if stays(work, num_tiles * batch * heads):
+        jobs = all_turns(view, work, num_tiles, batch, heads, *ends)
+        run, programs, num_tiles, ends = persistent_kernel.attend_in_turns, (num_sms(q.device),), len(jobs), []
+    run[programs](
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
         rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,
-        work.lo, work.hi, work.k_tiles, work.jobs,
-        scale * LOG2E, num_tiles, work.regular, heads, heads // k.shape[2], num_rows,
-        work.section(heads, k.shape[2], k, v),
+        work.lo, work.hi, work.k_tiles, jobs,
+        scale * LOG2E, num_tiles, work.regular, heads, heads // k.shape[2], num_rows, *ends,
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
         REGISTERS=tiles.registers, FIRST=first, LAST=last, num_warps=4,
     )  # fmt: skip

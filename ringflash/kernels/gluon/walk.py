@@ -43,6 +43,23 @@ def job_and_head(jobs, num_tiles, section):
 
 
 @gluon.jit
+def num_turns(num_jobs):
+    """How many of the grid's jobs are this program's."""
+    return (num_jobs - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def job_of_turn(jobs, turn):
+    """(job without position and shift, batch entry, head) of a program's turn, from the table of `turns.turns`."""
+    p_job = jobs + 8 * (gl.program_id(0) + turn * gl.num_programs(0))
+    job = (
+        gl.load(p_job), gl.load(p_job + 2), gl.load(p_job + 3), gl.load(p_job + 4), gl.load(p_job + 5),
+        gl.load(p_job + 6),
+    )  # fmt: skip
+    return job, gl.load(p_job + 1), gl.load(p_job + 7)
+
+
+@gluon.jit
 def tile_at(j, v0, f0, f1, v1):
     """The tile of step j: the masked right end backwards, the masked left end, then the others."""
     right = v1 - f1

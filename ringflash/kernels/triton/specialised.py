@@ -30,6 +30,7 @@ COMPILER = "3.6."  # the triton whose splitting is known; 3.7 refuses the same l
 # ||split - not split|| / ||not split|| that means a fault: a wrong row of the 1,200 is 0.03, rounding of bf16 0.0014
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LSE_LIMIT = 1e-5
+MAX_STRIDE = 2**31 - 1
 REPEATS = 3  # of the look: what a race makes wrong need not be wrong at once
 logger = logging.getLogger("ringflash")
 
@@ -47,8 +48,8 @@ def refusal(q, k, v, view: View, *, first: bool, last: bool) -> str | None:
     if torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     keys, view = trimmed(view).keys, trimmed(view).of_keys
-    if not all(map(aligned, (q, k[:, keys], v[:, keys]))):
-        return "a start or a stride of q, k or v is no multiple of 16 elements, or too large"
+    if not all(0 < x.numel() <= x.shape[0] * MAX_STRIDE for x in (q, k[:, keys], v[:, keys])):
+        return f"specialised warps take 1 to {MAX_STRIDE} elements of q, k and v in each sample of a batch"
     seen = below(view, q.device)
     if seen is None:
         return "the mask bounds the keys from below (a window, documents), or their cut is irregular"
@@ -70,10 +71,12 @@ def unfit(device: torch.device, width: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def aligned(x: torch.Tensor) -> bool:
-    """Does x [B, N, H, D] give the binary that was looked at? Triton makes others of other strides."""
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x [B, N, H, D], copied unless its strides give the binary that was looked at: Triton makes others of others."""
     strides = [x.stride(dim) for dim in range(3)]
-    return launch.walkable(x) and all(0 < stride < 2**31 and stride % 16 == 0 for stride in strides)
+    if launch.walkable(x) and all(0 < stride <= MAX_STRIDE and stride % 16 == 0 for stride in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class Below(NamedTuple):
@@ -184,7 +187,7 @@ def _sample(configuration: Configuration, kernel: Callable) -> tuple[torch.Tenso
 def split(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
     """Launch `specialised_kernel.attend`."""
     keys, view = trimmed(view).keys, trimmed(view).of_keys
-    k, v = k[:, keys], v[:, keys]
+    q, k, v = (aligned(x) for x in (q, k[:, keys], v[:, keys]))
     seen = below(view, q.device)
     assert seen is not None
     num_tiles = seen.num_tiles if first or last else seen.num_busy

@@ -1,8 +1,12 @@
-"""One sentence for a configuration that pydantic refused. Called by `config.load`."""
+"""ConfigError, and the one sentence for what pydantic refused, which `file.load` asks for."""
 
 import difflib
 
 from pydantic import BaseModel, ValidationError
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message is one sentence for the person who wrote the file."""
 
 
 def sentence(error: ValidationError, config: type[BaseModel]) -> str:

@@ -1,0 +1,37 @@
+"""The typed configuration of a run: one TOML file, `--set` overrides, and every rule between keys.
+
+Here lives what can be judged before a GPU is touched. Nothing of torch, transformers or deepspeed is imported, because
+`launch` reads this package on a login node. Called by `launch` and by `train/__main__`.
+
+    sections.py   a class for each table of the file: its keys, their types, defaults and meaning
+    rules.py      what must hold between keys; RULES is the table
+    run.py        Config: the tables together, and the sizes that follow from them
+    file.py       load: TOML and overrides -> Config
+    folders.py    check_paths: the folders that the keys name
+    refusal.py    ConfigError, and the one sentence for what pydantic refused
+"""
+
+from .file import load
+from .folders import check_paths
+from .refusal import ConfigError
+from .rules import MODEL_REFUSED
+from .run import Batch, Config
+from .sections import Data, Launch, Memory, Metrics, Model, Optimizer, Parallel, Sequence, Train
+
+__all__ = [
+    "MODEL_REFUSED",
+    "Batch",
+    "Config",
+    "ConfigError",
+    "Data",
+    "Launch",
+    "Memory",
+    "Metrics",
+    "Model",
+    "Optimizer",
+    "Parallel",
+    "Sequence",
+    "Train",
+    "check_paths",
+    "load",
+]

@@ -1,0 +1,149 @@
+"""What must hold between keys. RULES is the table: `run.Config` asks them in this order; the first that fails speaks.
+
+A rule is a function of the whole configuration that raises ConfigError: one sentence with the keys, their values and
+what would be accepted. It looks at no file and no device, and may rely on the rules before it.
+"""
+
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .refusal import ConfigError
+
+if TYPE_CHECKING:
+    from .run import Config
+
+BYTE_VOCABULARY = 258
+"""Ids of the built-in byte tokenizer: 0-255 the bytes, 256 end of document, 257 padding."""
+
+MODEL_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""Keys that [model.config] must spell out, so that no run takes its shape from a default of transformers."""
+
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
+"""Head dimensions that ringflash.attention computes."""
+
+MODEL_REFUSED = {
+    "attention_dropout": "attention over a ring has no dropout",
+    "attn_logit_softcapping": "the kernels cap no scores",
+    "final_logit_softcapping": "the chunked loss caps no logits",
+}
+"""Keys of [model.config] that would change the model, and why they cannot be honoured."""
+
+
+def _check_launch(config: "Config") -> None:
+    if config.launch.nodes > 1:
+        for key in ("master_address", "master_port"):
+            if getattr(config.launch, key) is None:
+                raise ConfigError(f"launch.nodes = {config.launch.nodes} needs launch.{key}")
+    elif config.launch.master_address is not None and config.launch.master_port is None:
+        raise ConfigError("launch.master_address is given but one node without launch.master_port does not use it")
+
+
+def _check_batch(config: "Config") -> None:
+    config.batch(config.world_size)
+
+
+def _check_shape(config: "Config") -> None:
+    table = config.model.config
+    for key in MODEL_SHAPE:
+        if key not in table:
+            near = difflib.get_close_matches(key, table, n=1)
+            hint = f"; did you mean it by {near[0]!r}?" if near else ""
+            raise ConfigError(f"model.config.{key} is missing, an integer >= 1 is needed{hint}")
+        if type(table[key]) is not int or table[key] < 1:
+            raise ConfigError(f"model.config.{key} = {table[key]!r}: an integer >= 1 is accepted")
+
+
+def _check_vocabulary(config: "Config") -> None:
+    size = config.model.config["vocab_size"]
+    if config.data.tokenizer == "bytes" and size < BYTE_VOCABULARY:
+        raise ConfigError(
+            f"model.config.vocab_size = {size} does not hold the tokenizer 'bytes': "
+            f"at least {BYTE_VOCABULARY} is needed"
+        )
+
+
+def _check_refused(config: "Config") -> None:
+    table = config.model.config
+    for key, reason in MODEL_REFUSED.items():
+        if table.get(key):
+            raise ConfigError(f"model.config.{key} = {table[key]!r}: {reason}; leave it out")
+
+
+def _check_gradients(config: "Config") -> None:
+    if config.parallel.zero == 0 and config.model.dtype == "bfloat16":
+        raise ConfigError(
+            "parallel.zero = 0 with model.dtype = 'bfloat16' would accumulate gradients in bfloat16: "
+            "parallel.zero = 1, 2, 3 or model.dtype = 'float32' is accepted"
+        )
+
+
+def _check_head_dim(config: "Config") -> None:
+    table, architecture = config.model.config, config.model.architecture
+    if "head_dim" not in table and architecture in ("qwen3", "gemma3_text"):
+        raise ConfigError(f"model.config.head_dim is missing: {architecture} does not derive it from hidden_size")
+    head_dim = table.get("head_dim", table["hidden_size"] / table["num_attention_heads"])
+    if head_dim not in HEAD_DIMS:
+        name = "model.config.head_dim" if "head_dim" in table else "model.config.hidden_size / num_attention_heads"
+        raise ConfigError(f"{name} = {head_dim!r}: accepted is {', '.join(map(str, HEAD_DIMS))}")
+
+
+def _check_heads(config: "Config") -> None:
+    table = config.model.config
+    heads, kv_heads, ulysses = table["num_attention_heads"], table["num_key_value_heads"], config.parallel.ulysses
+    if heads % kv_heads:
+        raise ConfigError(
+            f"model.config.num_attention_heads = {heads} must divide by model.config.num_key_value_heads = {kv_heads}"
+        )
+    if heads % ulysses or (kv_heads % ulysses and ulysses % kv_heads):
+        raise ConfigError(
+            f"parallel.ulysses = {ulysses} must divide num_attention_heads = {heads}, "
+            f"and divide num_key_value_heads = {kv_heads} or be a multiple of it"
+        )
+
+
+def _check_sequence(config: "Config") -> None:
+    length, layout = config.sequence.length, config.sequence.layout
+    divisor = config.sequence_parallel * (2 if layout == "zigzag" else 1)
+    if length % divisor:
+        raise ConfigError(
+            f"sequence.length = {length} must divide by {divisor} for layout '{layout}' "
+            f"over {config.sequence_parallel} ranks: {length + divisor - length % divisor} is the next that does"
+        )
+
+
+def _check_optimizer(config: "Config") -> None:
+    optimizer = config.optimizer
+    unused = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[optimizer.name]
+    for key in unused:
+        if key in optimizer.model_fields_set:
+            raise ConfigError(f"optimizer.{key} is given but optimizer.name = '{optimizer.name}' does not use it")
+    if optimizer.schedule == "constant" and "min_lr" in optimizer.model_fields_set:
+        raise ConfigError("optimizer.min_lr is given but optimizer.schedule = 'constant' does not use it")
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(f"optimizer.min_lr = {optimizer.min_lr} must not be above optimizer.lr = {optimizer.lr}")
+    if optimizer.warmup_steps > config.train.steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps = {optimizer.warmup_steps} must not be above train.steps = {config.train.steps}"
+        )
+
+
+RULES: tuple[Callable[["Config"], None], ...] = (
+    _check_launch,
+    _check_batch,
+    _check_shape,
+    _check_vocabulary,
+    _check_refused,
+    _check_gradients,
+    _check_head_dim,
+    _check_heads,
+    _check_sequence,
+    _check_optimizer,
+)

@@ -1,0 +1,137 @@
+"""Every table and key of the file: one class a table, one field a key, under it what it means.
+
+A key is judged here by its type alone; what it must be to others is in `rules`. A new table is a class here and a line
+in `run.Config`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """One table of the file: frozen, strict types, only listed keys; the docstring under a key describes it."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Model(Section):
+    architecture: Literal["llama", "qwen2", "qwen3", "mistral", "gemma3_text"]
+    """`model_type` of a decoder model of transformers."""
+    config: dict[str, Any]
+    """The table [model.config], handed to `AutoConfig.for_model`."""
+    dtype: Literal["float32", "bfloat16"]
+    """Type of the parameters in forward and backward; the optimizer's copy is float32."""
+
+
+class Data(Section):
+    path: str
+    """Folder of text files, or the word "stdlib": the source files of Python's standard library."""
+    pattern: Annotated[str, Field(pattern=r"^[^/]")] = "**/*.txt"
+    """Which files of the folder are read, as a glob; each file is one document."""
+    tokenizer: str = "bytes"
+    """ "bytes", or a local folder with a tokenizer of transformers."""
+    shuffle: bool = True
+    """Whether the documents are read in an order drawn from train.seed, or sorted by name."""
+    document_mask: bool = True
+    """Whether attention stays inside each document, or is causal over the whole packed sequence."""
+
+
+class Sequence(Section):
+    length: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    """Tokens of one packed sequence, over all ranks that share it."""
+    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = "zigzag"
+    """Which tokens of the sequence each rank holds."""
+
+
+class Parallel(Section):
+    ring: Count
+    """Ring size: blocks of keys and values rotate over this many ring ranks."""
+    ulysses: Count = 1
+    """Ulysses size: attention heads are spread over this many ranks."""
+    data: Count | None = None
+    """Data replicas; left out: world size / (ring * ulysses)."""
+    zero: Annotated[int, Field(ge=0, le=3)] = 2
+    """DeepSpeed ZeRO stage, over all ranks."""
+
+
+class Optimizer(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Update rule."""
+    lr: Positive
+    """Learning rate at its highest, after the warmup."""
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """AdamW only: decay of the two running moments."""
+    eps: Positive = 1e-8
+    """AdamW only: added to the root of the second moment."""
+    momentum: Fraction = 0.0
+    """SGD only."""
+    weight_decay: NotNegative = 0.0
+    """AdamW: decoupled from the gradient. SGD: added to the gradient."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises linearly from 0 to lr."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """How the learning rate goes on after the warmup."""
+    min_lr: NotNegative = 0.0
+    """Cosine and linear only: the learning rate of the last step."""
+    clip_norm: NotNegative = 0.0
+    """Largest global gradient norm; 0 = no clipping."""
+
+
+class Train(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+    """Name of the run and of its folder: letters, digits, '.', '_', '-'."""
+    steps: Count
+    """Optimizer steps of the run."""
+    global_batch: Count | None = None
+    """Sequences a step, over all data replicas; derived from the next two when left out."""
+    micro_batch: Count | None = None
+    """Sequences a forward pass of one data replica; 1 where attention stays inside documents."""
+    accumulation: Count | None = None
+    """Forward passes a step of one data replica."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the weights and of the order of the documents."""
+    deterministic: bool = False
+    """Whether repeated runs give bitwise the same gradients."""
+    timeout_s: Count = 600
+    """Seconds after which a rank that waits for another gives up."""
+    self_test: bool = True
+    """Whether the run starts with the probe that compares the engine's gradient with the closed form."""
+
+
+class Memory(Section):
+    checkpoint: Literal["none", "full", "selective"] = "selective"
+    """Activation checkpointing; selective keeps attention's (out, lse), so the backward runs no second ring."""
+    loss_chunk: Count = 1024
+    """Local tokens whose logits exist at one time."""
+
+
+class Metrics(Section):
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    """Mode of the wandb run; online needs a key."""
+    project: str = "ringflash"
+    """wandb project."""
+    peak_tflops: Positive | None = None
+    """Dense peak of one GPU in the model's dtype, TFLOP/s; left out: known cards by name, otherwise MFU is null."""
+    dir: str = "runs"
+    """Folder that holds the folder of the run."""
+
+
+class Launch(Section):
+    nodes: Count = 1
+    """Machines."""
+    processes_per_node: Count
+    """Processes on each machine: its GPUs."""
+    scheduler: Literal["torchrun"] = "torchrun"
+    """What starts the processes."""
+    master_address: str | None = None
+    """Name or address of the first machine; needed when there are more."""
+    master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Free port on it; needed when there are more machines, otherwise one is chosen."""
