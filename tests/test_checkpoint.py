@@ -1,4 +1,4 @@
-"""The folder of checkpoints, in one process: what is whole, a kill at each access to a file, what is kept, what fits."""
+"""The folder of checkpoints, in one process: what is whole, a kill at each access to a file, what is kept and fits."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_last_and_every_so_many_are_kept(tmp_path, keep_last, keep_every, wa
 def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(tmp_path):
     partial = checkpoint.begin(tmp_path, 3)
     fields = {"step": 3, "tokens_seen": 0, "data": {}, "mesh": killed.MESH, "config": {}, "versions": {}}
-    with pytest.raises(ValueError, match="rank-00001.pt is not seen by rank 0.*a file system that all nodes share"):
+    with pytest.raises(ValueError, match=r"rank-00001\.pt is not seen by rank 0.*a file system that all nodes share"):
         checkpoint.publish(partial, checkpoint.Manifest(**fields, files={"rank-00001.pt": 5}))
     assert killed.steps(tmp_path) == []
 

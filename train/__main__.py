@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(place: world.Place, error: Exception, *, sentence: bool) -> None:
-    """Say why: a failure in full; what all ranks raise alike in one sentence, which the first rank of a node says for all.
+    """Say why: a failure in full; what all ranks raise alike in one sentence, by the first rank of a node for all.
 
     The others wait, for torchrun ends all ranks once one is gone. A rank that outlives the wait speaks for itself.
     """

@@ -33,9 +33,7 @@ class Mesh(BaseModel):
     zero: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.processes} processes (data {self.data}, ring {self.ring}, ulysses {self.ulysses}) at ZeRO {self.zero}"
-        )
+        return f"{self.processes} processes (data {self.data}, ring {self.ring}, ulysses {self.ulysses}) at ZeRO {self.zero}"
 
 
 class Manifest(BaseModel):

@@ -6,7 +6,6 @@ from typing import Self
 
 from .data import Sequence
 
-
 Position = dict[str, int]
 """samples: sequences taken by all rings together; digest: a checksum of all of them in their order."""
 

@@ -16,11 +16,12 @@ from .folders import check_paths
 from .refusal import ConfigError
 from .rules import MODEL_REFUSED
 from .run import Batch, Config
-from .sections import Data, Launch, Memory, Metrics, Model, Optimizer, Parallel, Sequence, Train
+from .sections import Checkpoint, Data, Launch, Memory, Metrics, Model, Optimizer, Parallel, Sequence, Train
 
 __all__ = [
     "MODEL_REFUSED",
     "Batch",
+    "Checkpoint",
     "Config",
     "ConfigError",
     "Data",

@@ -15,6 +15,12 @@ def check_paths(config: Config) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"metrics.dir = {config.metrics.dir!r} cannot be written: {error.strerror}") from None
+    if config.checkpoint.every is not None:
+        try:
+            config.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            folder = str(config.checkpoint_dir)
+            raise ConfigError(f"checkpoint.dir = {folder!r} cannot be written: {error.strerror}") from None
     if config.data.path != "stdlib":
         folder = Path(config.data.path)
         if not folder.is_dir():
