@@ -57,13 +57,25 @@ def refusal(config: Config) -> str:
     return "it started"
 
 
-def idle(config: Config) -> str:
-    """Body: a run that saves as it finds itself, without a step. Its weights."""
+def plain(value: Any) -> Any:
+    """The content of a file of a checkpoint, such that equal bits compare equal."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.view(torch.uint8).numpy().tobytes() if value.dim() else value.item()
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return plain(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, int) else value
+
+
+def idle(config: Config) -> tuple[str, dict[str, str]]:
+    """Body: a run that saves as it finds itself, without a step. Its weights, and a digest of each file."""
     run = loop.prepare(config, training.join(config))
-    run.saver.save(run.progress)
+    path = run.saver.save(run.progress)
+    files = {file.name: repr(plain(run.engine.read(file))).encode() for file in sorted(path.glob("*.pt"))}
     weights = weights_of(run)
     run.engine.close()
-    return weights
+    return weights, {name: hashlib.sha256(text).hexdigest() for name, text in files.items()}
 
 
 def die(config: Config, files: int) -> None:
@@ -144,7 +156,7 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def bombed(config: Config, step: Path, name: str, *, zipped: bool) -> str:
+def bombed(config: Config, step: Path, name: str, zipped: bool) -> str:
     """Body: rank 0 puts a program into one file of a checkpoint, size and manifest made right; then it is loaded."""
     joined = training.join(config)
     if joined.rank == 0:

@@ -151,11 +151,9 @@ def test_R89_saved_and_loaded_without_a_step(pool, texts, tmp_path, zero):
     steps = [config.checkpoint_dir / "step-00000000" for config in (first, config_of(texts, tmp_path / "second"))]
     second = config_of(texts, tmp_path / "second", zero=zero, resume=str(steps[0]))
     third = config_of(texts, tmp_path / "third", zero=zero, resume=str(steps[1]))
-    weights = [pool(2)(saving.idle, config) for config in (first, second, third)]
-    assert weights[0] == weights[1] == weights[2]
-    for config in (second, third):
-        for file in steps[0].glob("*.pt"):
-            assert (config.checkpoint_dir / "step-00000000" / file.name).read_bytes() == file.read_bytes(), file.name
+    saved = [pool(2)(saving.idle, config) for config in (first, second, third)]
+    assert len(saved[0][0][1]) >= 3
+    assert saved[0] == saved[1] == saved[2]
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -163,7 +161,7 @@ def test_R89_saved_and_loaded_without_a_step(pool, texts, tmp_path, zero):
 def test_a_program_in_a_checkpoint_does_not_run(pool, texts, tmp_path, whole, name, zipped):
     config, _ = whole(1, "float32")
     step = crash(config, tmp_path / "crashed") / "step-00000002"
-    said = pool(2)(saving.bombed, config_of(texts, tmp_path / "crashed"), step, name, zipped=zipped)
+    said = pool(2)(saving.bombed, config_of(texts, tmp_path / "crashed"), step, name, zipped)
     assert "it is broken, or holds more than tensors and plain values" in said[0]
     assert not (step / "exploded").exists()
 

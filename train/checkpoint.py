@@ -33,7 +33,8 @@ class Mesh(BaseModel):
     zero: int
 
     def __str__(self) -> str:
-        return f"{self.processes} processes (data {self.data}, ring {self.ring}, ulysses {self.ulysses}) at ZeRO {self.zero}"
+        mesh = f"data {self.data}, ring {self.ring}, ulysses {self.ulysses}"
+        return f"{self.processes} processes ({mesh}) at ZeRO {self.zero}"
 
 
 class Manifest(BaseModel):

@@ -116,7 +116,7 @@ class Engine:
         """
         self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self._zero == 3:
-            # DeepSpeed leaves the small weights gathered, which no other first step finds them: its recomputing backward
+            # DeepSpeed leaves the small weights gathered, as no other first step finds them: its recomputing backward
             # would meet a collective that its forward had not
             self._engine.optimizer.checkpoint_event_prologue()
 

@@ -40,6 +40,6 @@ class Stream:
             next(self)
         if self._position != saved:
             raise ValueError(
-                f"the first {saved['samples']} sequences are not those that the checkpoint was trained on: the files of "
-                "data.path, the keys of [data] and train.seed must be as they were, or checkpoint.resume = 'no'"
+                f"the first {saved['samples']} sequences are not those that the checkpoint was trained on: the files "
+                "of data.path, the keys of [data] and train.seed must be as they were, or checkpoint.resume = 'no'"
             )

@@ -33,6 +33,10 @@ FIXED = (
 """Keys that must be as they were: a checkpoint fits no other, or DeepSpeed restores the old value with it."""
 
 
+FREE = ("checkpoint.", "metrics.", "launch.")
+"""Keys that change nothing of what is trained."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be saved; the message is one sentence, the same on all ranks."""
 
@@ -195,7 +199,7 @@ def check_mesh(found: Found, now: Mesh) -> None:
 
 
 def compare(found: Found, now: dict[str, Any]) -> list[str]:
-    """What changed in the config since a checkpoint was saved, a phrase a key.
+    """What changed in the config since a checkpoint was saved, a phrase a key, but for FREE.
 
     now: the config of this run, as JSON
     Raises: ValueError for one of FIXED, naming both values.
@@ -208,12 +212,12 @@ def compare(found: Found, now: dict[str, Any]) -> list[str]:
                 f"{found.path} was saved with {_named(key, before, after)}, this run has "
                 f"{_named(key, after, before)}: the value that was saved is accepted, or checkpoint.resume = 'no'"
             )
-    return [f"{key} {_shown(key, after)} (was {_shown(key, before)})" for key in changed]
+    return [f"{key} {_shown(key, after)} (was {_shown(key, before)})" for key in changed if not key.startswith(FREE)]
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """section.key -> value of a nested table, without what is None."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")

@@ -49,7 +49,7 @@ class Storage(TorchCheckpointEngine):
             self._error = f"{path} cannot be written: {getattr(cause, 'strerror', None) or cause}"
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file: tensors, plain values and SAFE. Raises: ValueError for anything else, and for a broken file."""
+        """Read one file: tensors, plain values, SAFE. Raises: ValueError for anything else, and for a broken file."""
         try:
             with torch.serialization.safe_globals(SAFE):
                 return torch.load(path, map_location=map_location, weights_only=True)

@@ -19,8 +19,9 @@ def check_paths(config: Config) -> None:
         try:
             config.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            folder = str(config.checkpoint_dir)
-            raise ConfigError(f"checkpoint.dir = {folder!r} cannot be written: {error.strerror}") from None
+            raise ConfigError(
+                f"checkpoint.dir = {str(config.checkpoint_dir)!r} cannot be written: {error.strerror}"
+            ) from None
     if config.data.path != "stdlib":
         folder = Path(config.data.path)
         if not folder.is_dir():
