@@ -113,6 +113,7 @@ def overflow(config: Config) -> tuple[str, list[str], int]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     run.world.gather([0.0])
     left = sorted(path.name for path in config.checkpoint_dir.iterdir())
+    run.world.gather([0.0])
     run.saver.save(Progress(2, 0))
     run.engine.close()
     again = loop.prepare(config, training.join(config))

@@ -85,7 +85,7 @@ def test_R78_R86_R96_a_resumed_run_has_the_bits_of_an_uninterrupted_one(pool, te
         assert got[rank]["drawn"] == {step: want[rank]["drawn"][step] for step in (3, 4)}
 
 
-@pytest.mark.parametrize(("zero", "mesh"), [(2, (2, 1, 1)), (3, (1, 1, 2))])
+@pytest.mark.parametrize(("zero", "mesh"), [(1, (2, 1, 1)), (3, (1, 1, 2))])
 def test_R82_another_mesh_of_as_many_ranks_goes_on(pool, texts, tmp_path, whole, zero, mesh):
     dtype = dict(PAIRS)[zero]
     config, _ = whole(zero, dtype)
@@ -96,7 +96,7 @@ def test_R82_another_mesh_of_as_many_ranks_goes_on(pool, texts, tmp_path, whole,
     )
     got, want = pool(2)(saving.go, other), pool(2)(saving.go, same)
     assert got[0]["before"] == got[1]["before"] == want[0]["before"]
-    assert steps_of(other)[0]["loss"] == pytest.approx(steps_of(same)[0]["loss"], rel=1e-6 if zero == 3 else 1e-3)
+    assert steps_of(other)[0]["loss"] == pytest.approx(steps_of(same)[0]["loss"], rel=1e-6)
     assert [step["tokens_seen"] for step in steps_of(other)] == [step["tokens_seen"] for step in steps_of(same)]
     assert data_of(other) == data_of(same)
 
@@ -106,6 +106,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(pool, texts, tmp
     step = config.checkpoint_dir / "step-00000004"
     refused = {
         "was saved by 2 processes (data 1, ring 2, ulysses 1) at ZeRO 1, this run is 2 processes": {"zero": 2},
+        "was saved behind step 4, train.steps = 3 is less": {"steps": 3},
         "is no whole checkpoint: it has no manifest.json": {"resume": str(tmp_path)},
         "checkpoint.resume = 'no' starts behind step 0, but checkpoint.dir": {"resume": "no"},
         "starts behind step 2, but checkpoint.dir": {"resume": str(step.with_name("step-00000002"))},

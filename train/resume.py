@@ -134,6 +134,7 @@ class Saver:
                 f"step {newest.manifest.step}: another checkpoint.dir, or checkpoint.resume = 'auto' is accepted"
             )
         if chosen:
+            check_steps(chosen, self._config.train.steps)
             check_mesh(chosen, self._mesh)
             changes = compare(chosen, self._config.model_dump(mode="json"))
             _say(f"resumes {chosen.path} behind step {done}" + "".join(f", with {change}" for change in changes))
@@ -183,6 +184,12 @@ class Saver:
                 if partial is not None and self._world.rank == 0:
                     shutil.rmtree(partial, ignore_errors=True)  # or the next save removes it
                 raise CheckpointError(f"rank {rank} could not save a checkpoint, the ones before it stay: {error}")
+
+
+def check_steps(found: Found, steps: int) -> None:
+    """Refuse a checkpoint behind the end of the run."""
+    if found.manifest.step > steps:
+        raise ValueError(f"{found.path} was saved behind step {found.manifest.step}, train.steps = {steps} is less")
 
 
 def check_mesh(found: Found, now: Mesh) -> None:
