@@ -135,7 +135,7 @@ def test_programs_that_run_side_by_side_read_the_same_keys():
     ("width", "masks", "heads", "stays"),
     [
         (128, {"window": 1024}, 16, True),
-        (64, {"window": 1024}, 16, True),
+        (64, {"window": 1024}, 16, False),  # not faster
         (256, {"window": 1024}, 16, False),  # no room for more queries
         (128, {}, 16, False),  # long enough
         (128, {"window": 1024}, 2, False),  # too few

@@ -24,8 +24,8 @@ GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.flo
 MAX_NUMBERS = 2**31 - 1  # two a row, of all heads together: the backward's TMA finds them by one 32-bit coordinate
 
 NUM_SMS = 132  # of the largest Hopper; a program of these kernels has one to itself
-SHORT_STEPS = 14  # tiles that a query tile visits, on average, below which the forward's programs stay; 0: never
-STAYING = (TILINGS["forward"][64], TILINGS["forward"][128])  # two buffers of queries fit
+SHORT_STEPS = 24  # tiles that a query tile visits, on average, below which the forward's programs stay
+STAYING = (TILINGS["forward"][128],)  # where it is faster: at 64 it is not, at 256 the queries need the room
 SECTION_BYTES = 2**25  # what the programs of a section share should stay in the L2, which is 50 MB
 
 
