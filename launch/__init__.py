@@ -1,13 +1,26 @@
 """Starts a run on its machines. No torch: this runs on login nodes.
 
-A launcher is a pure function of a `Job` to the command of each node. It starts nothing; `job.run` does.
+LAUNCHERS is the table; the same word is `launch.scheduler`. A launcher is a module with the functions of `Launcher`.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
-from . import torchrun
-from .job import Job
+from . import kubernetes, slurm, torchrun
+from .job import Ending, Job
 
-LAUNCHERS: dict[str, Callable[[Job], list[list[str]]]] = {
-    "torchrun": torchrun.commands,
+
+class Launcher(Protocol):
+    """What every launcher module offers."""
+
+    def shown(self, job: Job) -> str:
+        """Exactly what `start` runs or submits, as text; starts nothing. ValueError for what cannot be started."""
+
+    def start(self, job: Job) -> Ending:
+        """Run it to its end, or hand it to the scheduler."""
+
+
+LAUNCHERS: dict[str, Launcher] = {
+    "torchrun": torchrun,
+    "slurm": slurm,
+    "kubernetes": kubernetes,
 }

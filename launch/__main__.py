@@ -2,12 +2,12 @@
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from . import LAUNCHERS
-from .job import Job, run, sibling, sibling_name
+from .job import Job, sibling, sibling_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,38 +32,41 @@ def launch(argv: Sequence[str] | None = None) -> int:
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """Check the configuration, then print or run the command of this node. Returns the exit code; 2 = refused."""
+    """Check the configuration, then print, run or submit it. Returns the exit code; 2 = refused."""
     config_module = sibling("train.config")
     overrides = list(arguments.set)
     overrides += [f"launch.nodes={arguments.nodes}"] if arguments.nodes is not None else []
     overrides += [f"launch.scheduler={arguments.scheduler}"] if arguments.scheduler is not None else []
+    worker_arguments = (arguments.config, *(part for override in overrides for part in ("--set", override)))
     try:
         config = config_module.load(arguments.config, overrides)
-        if not arguments.dry_run:
+        job = Job(config, sibling_name("train"), worker_arguments, _node(arguments, config))
+        launcher = LAUNCHERS[config.launch.scheduler]
+        text = launcher.shown(job)
+        if not arguments.dry_run and config.launch.scheduler != "kubernetes":  # its paths are those of the pods
             config_module.check_paths(config)
-        node = _node(arguments, config.launch.nodes)
     except ValueError as refusal:
         print(f"ringflash: {refusal}", file=sys.stderr)
         return 2
-    worker_arguments = (arguments.config, *(part for override in overrides for part in ("--set", override)))
-    job = Job(config, sibling_name("train"), worker_arguments)
-    commands = LAUNCHERS[config.launch.scheduler](job)
     if arguments.dry_run:
-        for index in range(len(commands)) if node is None else [node]:
-            variables = [f"{name}={shlex.quote(value)}" for name, value in job.environment(index).items()]
-            print(*variables, shlex.join(commands[index]))
+        print(text, end="")
         return 0
-    assert node is not None
-    print(shlex.join(commands[node]), flush=True)
-    ending = run(job, commands[node], node=node)
+    ending = launcher.start(job)
     if ending.message:
         print(f"ringflash: {ending.message}", file=sys.stderr)
     return ending.code
 
 
-def _node(arguments: argparse.Namespace, nodes: int) -> int | None:
-    """Which node this machine is; None = all of them, which only a dry run can show."""
+def _node(arguments: argparse.Namespace, config: Any) -> int | None:
+    """Which node this machine is; None = all of them, which a scheduler or a dry run can do."""
     node: int | None = arguments.node_rank
+    nodes, scheduler = config.launch.nodes, config.launch.scheduler
+    if scheduler != "torchrun":
+        if node is not None:
+            raise ValueError(
+                f"--node-rank {node}: launch.scheduler = {scheduler!r} starts all nodes itself; leave it out"
+            )
+        return None
     if node is None and nodes == 1:
         return 0
     if node is None and not arguments.dry_run:
@@ -81,7 +84,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change section.key of the file"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the command of each node and start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print exactly what would run and start nothing")
 
 
 if __name__ == "__main__":

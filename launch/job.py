@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from train.config import Config
 
 VERDICT_VARIABLE = "RINGFLASH_VERDICT_DIR"
-THREADS_VARIABLE = "OMP_NUM_THREADS"
 REPORT_BYTES = 65536
 """How much of the end of torchrun's stderr is kept to be read; it holds the report on the processes that failed."""
 
@@ -48,27 +47,18 @@ class Job:
     """A checked configuration, and how a worker is told of it.
 
     worker: module that every process runs
-    arguments: its command line
+    arguments: its command line; the first is the configuration's file
+    node: which of the nodes this machine is; None = none, or left to the scheduler
     """
 
     config: Config
     worker: str
     arguments: tuple[str, ...]
+    node: int | None = None
 
-    def environment(self, node: int) -> dict[str, str]:
-        """What is added to the environment of the processes of a node: the folder of verdicts, one thread a process.
-
-        torchrun would choose one thread too, with a banner; a number that is already set is left alone.
-        """
-        added = {VERDICT_VARIABLE: str(self.config.run_dir / "verdict" / f"node{node}")}
-        if self.config.launch.processes_per_node > 1 and THREADS_VARIABLE not in os.environ:
-            added[THREADS_VARIABLE] = "1"
-        return added
-
-    def ranks(self, node: int) -> range:
-        """The global ranks that a node holds."""
-        size = self.config.launch.processes_per_node
-        return range(node * size, (node + 1) * size)
+    def verdict_setting(self, node: int) -> dict[str, str]:
+        """The variable that tells the processes of a node where to leave their verdicts."""
+        return {VERDICT_VARIABLE: str(self.config.run_dir / "verdict" / f"node{node}")}
 
 
 class Ending(NamedTuple):
@@ -78,9 +68,12 @@ class Ending(NamedTuple):
     message: str
 
 
-def run(job: Job, command: Sequence[str], *, node: int) -> Ending:
-    """Run the command of a node to its end and judge it. Signals that ask the launcher to end are passed on to it."""
-    added = job.environment(node)
+def run(job: Job, command: Sequence[str], *, node: int, settings: Mapping[str, str]) -> Ending:
+    """Run the command of a node to its end and judge it. Signals that ask the launcher to end are passed on to it.
+
+    settings: what is added to the environment, beside the folder of verdicts
+    """
+    added = job.verdict_setting(node) | dict(settings)
     folder = Path(added[VERDICT_VARIABLE])
     for stale in folder.glob("rank*"):
         stale.unlink()
@@ -94,26 +87,27 @@ def run(job: Job, command: Sequence[str], *, node: int) -> Ending:
     if received:
         return Ending(128 + received[0], f"stopped by {signal.Signals(received[0]).name}")
     verdicts = sibling("train.verdict").read_all(folder)
-    return judge(verdicts, job.ranks(node), code=code, report=report.decode(errors="replace"))
+    return judge(verdicts, job.config.launch.processes_per_node, code=code, report=report.decode(errors="replace"))
 
 
-def judge(verdicts: Mapping[int, Any], ranks: Sequence[int], *, code: int, report: str) -> Ending:
+def judge(verdicts: Mapping[int, Any], size: int, *, code: int, report: str) -> Ending:
     """How a node's part of the run ended.
 
     verdicts: rank -> verdict of the ranks that left one
+    size: processes of the node; which ranks they are is the rendezvous' choice
     code: exit code of torchrun; report: the end of its stderr
 
     The cause is the first rank that was killed from outside, for the others only lost their peer; otherwise the first
     rank by time that failed.
     """
-    failed = [verdicts[rank] for rank in ranks if rank in verdicts and not verdicts[rank].ok]
-    missing = [rank for rank in ranks if rank not in verdicts]
+    failed = [verdict for verdict in verdicts.values() if not verdict.ok]
+    missing = size - len(verdicts)
     if not failed and not missing:
-        teardown = f"all {len(ranks)} ranks ended well; exit code {code} came from their teardown"
+        teardown = f"all {size} ranks ended well; exit code {code} came from their teardown"
         return Ending(0, teardown if code else "")
     exit_code = code if code > 0 else 1
     gone = [(int(m["rank"]), m["host"], int(m["code"])) for m in FAILED_PROCESS.finditer(report)]
-    gone = [process for process in gone if process[0] in missing]
+    gone = [process for process in gone if process[0] not in verdicts]
     for rank, host, exitcode in gone:
         if exitcode < 0 and exitcode != -signal.SIGTERM:
             return Ending(exit_code, f"rank {rank} on {host} was killed by {signal.Signals(-exitcode).name}")
@@ -123,7 +117,7 @@ def judge(verdicts: Mapping[int, Any], ranks: Sequence[int], *, code: int, repor
     if gone:
         rank, host, exitcode = gone[-1]  # torchrun lists the first failure last
         return Ending(exit_code, f"rank {rank} on {host} ended with exit code {exitcode} before it could say why")
-    return Ending(exit_code, f"ranks {', '.join(map(str, missing))} ended before they could say how; exit code {code}")
+    return Ending(exit_code, f"{missing} of {size} ranks ended before they could say how; exit code {code}")
 
 
 def _copy(source: Any, kept: bytearray) -> None:

@@ -191,8 +191,9 @@ REFUSED = {
     "train.micro_batch=2": ("micro_batch = 2", "global_batch = 1"),
     "train.name=../x": ("train.name = '../x'", "matches"),
     "launch.nodes=2": ("launch.nodes = 2", "launch.master_address"),
-    "launch.master_address=host": ("launch.master_address", "launch.master_port"),
-    "launch.scheduler=slurm": ("'slurm'", "'torchrun'"),
+    "launch.master_address=host": ("launch.master_address = 'host'", "launch.nodes = 1"),
+    "launch.scheduler=cron": ("'cron'", "'torchrun', 'slurm' or 'kubernetes'"),
+    "launch.scheduler=slurm": ("'slurm'", "launch.cpus_per_node"),
     "metrics.peak_tflops=0": ("metrics.peak_tflops = 0", "greater than 0"),
     # the override itself
     "train.steps": ("'train.steps'", "section.key=value"),

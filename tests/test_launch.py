@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import launch
+from launch import torchrun
 from launch.__main__ import launch as launch_command
 from launch.__main__ import main
 from launch.job import VERDICT_VARIABLE, Job, judge, run, sibling, sibling_name
@@ -25,7 +25,7 @@ REPO = Path(__file__).resolve().parent.parent
 DEMO = REPO / "configs" / "demo.toml"
 LLAMA = REPO / "configs" / "llama3_8b_128k.toml"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-TWO_NODES = ["--nodes", "2", "--set", "launch.master_address=a b", "--set", "launch.master_port=29500"]
+TWO_NODES = ["--nodes", "2", "--set", "launch.master_address=a b", "--set", "launch.master_port=29555"]
 TWO_NODES += ["--set", "parallel.ring=16"]
 
 
@@ -36,30 +36,27 @@ def test_a_dry_run_prints_the_command_of_one_node(path, processes, capsys, monke
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch_command([str(path), "--dry-run", "--set", "train.steps=400"]) == 0
     [line] = capsys.readouterr().out.splitlines()
-    folder, threads, *command = shlex.split(line)
+    threads, folder, *command = shlex.split(line)
     assert folder == f"{VERDICT_VARIABLE}=runs/{path.stem}/verdict/node0" and threads == "OMP_NUM_THREADS=1"
     worker = ["-m", "train", str(path), "--set", "train.steps=400"]
-    assert command == [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), *worker]
+    size = ["--nnodes", "1", "--nproc-per-node", str(processes), "--max-restarts", "0"]
+    assert command == [*TORCHRUN, "--standalone", *size, *worker]
 
 
 def test_a_dry_run_prints_one_line_a_node(capsys, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "16")  # already chosen: not printed
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")  # already chosen: kept
     assert launch_command([str(LLAMA), *TWO_NODES, "--dry-run"]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 2
-    for node, (variable, *command) in enumerate(lines):
-        assert variable.endswith(f"/verdict/node{node}")
-        meeting = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "a b", "--master-port", "29500"]
-        assert command[: len(TORCHRUN) + 10] == [*TORCHRUN, *meeting, "--nproc-per-node", "8"]
+    for node, (threads, folder, *command) in enumerate(lines):
+        assert threads == "OMP_NUM_THREADS=16" and folder.endswith(f"/verdict/node{node}")
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "llama3_8b_128k", "--rdzv-endpoint", "a b:29555"]
+        meeting += ["--rdzv-conf", f"is_host={int(node == 0)},join_timeout=600,read_timeout=600"]
+        size = ["--nnodes", "2", "--nproc-per-node", "8"]
+        assert command[: len(TORCHRUN) + 12] == [*TORCHRUN, *meeting, *size]
         assert command[-2:] == ["--set", "launch.nodes=2"]  # the workers must see the same configuration
     assert launch_command([str(LLAMA), *TWO_NODES, "--dry-run", "--node-rank", "1"]) == 0
     assert [shlex.split(line) for line in capsys.readouterr().out.splitlines()] == [lines[1]]
-
-
-def test_one_node_uses_the_port_it_is_given():
-    [command] = launch.LAUNCHERS["torchrun"](job("launch.master_port=29511"))
-    assert "--standalone" not in command
-    assert command[command.index("--master-addr") :][:4] == ["--master-addr", "localhost", "--master-port", "29511"]
 
 
 def test_the_installed_command_is_the_same(capsys):
@@ -105,7 +102,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refusal_is_exit_code_2_and_one_sentence(case, capsys, monkeypatch):
-    monkeypatch.setattr("launch.__main__.run", lambda *_, **__: pytest.fail("something was started"))
+    monkeypatch.setattr("launch.torchrun.run", lambda *_, **__: pytest.fail("something was started"))
     arguments, message = REFUSED[case]
     assert launch_command([str(DEMO), *arguments]) == 2
     out, err = capsys.readouterr()
@@ -143,7 +140,7 @@ def reported(rank: int, code: int) -> str:
 ENDINGS = {
     "all well": ([said(0), said(1)], 0, "", 0, ""),
     "abort at teardown": ([said(0), said(1)], 1, reported(1, -6), 0, "all 2 ranks ended well; exit code 1 came from"),
-    "no verdict but exit code 0": ([said(0)], 0, "", 1, "ranks 1 ended before"),
+    "no verdict but exit code 0": ([said(0)], 0, "", 1, "1 of 2 ranks ended before"),
     "R99 the first to fail is the cause": (
         [said(0, "RuntimeError: connection closed", at=9.0), said(1, "ValueError: boom", at=8.0)],
         1,
@@ -166,7 +163,7 @@ ENDINGS = {
         "rank 1 on host1 failed: ValueError: boom",
     ),
     "an exit without a word": ([said(0)], 1, reported(1, 3), 1, "rank 1 on node7 ended with exit code 3"),
-    "torchrun itself was killed": ([], -9, "", 1, "ranks 0, 1 ended before they could say how; exit code -9"),
+    "torchrun itself was killed": ([], -9, "", 1, "2 of 2 ranks ended before they could say how; exit code -9"),
     "a failure outlives exit code 0": ([said(0), said(1, "ValueError: boom")], 0, "", 1, "rank 1 on host1 failed"),
 }
 
@@ -174,15 +171,16 @@ ENDINGS = {
 @pytest.mark.parametrize("case", ENDINGS)
 def test_the_verdicts_decide(case):
     verdicts, code, report, expected, message = ENDINGS[case]
-    ending = judge({v.rank: v for v in verdicts}, range(2), code=code, report=report)
+    ending = judge({v.rank: v for v in verdicts}, 2, code=code, report=report)
     assert ending.code == expected
     assert ending.message.startswith(message) and bool(ending.message) == bool(message)
 
 
-def test_a_node_judges_its_own_ranks():
-    config = load(LLAMA, [*TWO_NODES[3::2], "launch.nodes=2"])
-    two = Job(config, "train", ())
-    assert (two.ranks(0), two.ranks(1)) == (range(8), range(8, 16))
+def test_a_node_may_hold_any_ranks():
+    """The rendezvous gives the ranks: a node of two may hold 6 and 7."""
+    ending = judge({6: said(6)}, 2, code=1, report=reported(7, 3))
+    assert ending == (1, "rank 7 on node7 ended with exit code 3 before it could say why")
+    assert judge({6: said(6), 7: said(7)}, 2, code=0, report="") == (0, "")
 
 
 def test_a_verdict_is_read_back(tmp_path):
@@ -191,6 +189,9 @@ def test_a_verdict_is_read_back(tmp_path):
     verdicts = verdict.read_all(tmp_path / "v")
     assert sorted(verdicts) == [0, 3] and verdicts[0].ok and not verdicts[3].ok
     assert verdicts[3].error == "ValueError: boom" and verdicts[3].host and verdicts[3].time_s > 0
+    verdict.clear(tmp_path / "v", 3)  # torchrun starts the rank again
+    verdict.clear(tmp_path / "absent", 3)
+    assert sorted(verdict.read_all(tmp_path / "v")) == [0]
     assert verdict.read_all(tmp_path / "absent") == {}
     assert sibling("train.verdict") is verdict
 
@@ -238,11 +239,11 @@ RUNS = {
 @pytest.mark.parametrize("case", RUNS)
 def test_R99_a_run_under_torchrun(stub, case, capfd):
     code, message = RUNS[case]
-    stale = Path(stub(case).environment(0)[VERDICT_VARIABLE])
+    stale = Path(stub(case).verdict_setting(0)[VERDICT_VARIABLE])
     for rank in range(4):  # an earlier run of the name said that all was well
         verdict.write(stale, rank, ok=True)
     started = time.monotonic()
-    ending = run(stub(case), launch.LAUNCHERS["torchrun"](stub(case))[0], node=0)
+    ending = torchrun.start(replace(stub(case), node=0))
     assert time.monotonic() - started < 30
     assert ending.code == code
     host = ending.message.split(" on ")[-1].split(" ")[0]
@@ -255,10 +256,10 @@ def test_R101_two_runs_on_one_host_do_not_meet(stub):
     for turn in range(3):
         jobs = [replace(stub("well"), config=load(DEMO, [f"train.name=r{turn}{i}", *metrics(stub)])) for i in range(2)]
         processes = [
-            subprocess.Popen(launch.LAUNCHERS["torchrun"](one)[0], env=os.environ | one.environment(0)) for one in jobs
+            subprocess.Popen(torchrun.command(one, 0), env=os.environ | one.verdict_setting(0)) for one in jobs
         ]
         assert [process.wait(60) for process in processes] == [0, 0]
-        assert [len(verdict.read_all(one.environment(0)[VERDICT_VARIABLE])) for one in jobs] == [4, 4]
+        assert [len(verdict.read_all(one.verdict_setting(0)[VERDICT_VARIABLE])) for one in jobs] == [4, 4]
 
 
 def metrics(stub) -> list[str]:
@@ -275,6 +276,6 @@ def test_a_signal_ends_the_whole_run(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_the_launcher).start()
-    ending = run(job(f"metrics.dir={tmp_path}"), [sys.executable, "-c", waiting], node=0)
+    ending = run(job(f"metrics.dir={tmp_path}"), [sys.executable, "-c", waiting], node=0, settings={})
     assert ending == (128 + signal.SIGTERM, "stopped by SIGTERM")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)  # DeepSpeed uses them
     place = world.Place.from_environment()
+    if place.verdict_dir is not None:
+        verdict.clear(place.verdict_dir, place.rank)
     started = False
     try:
         config = load(arguments.config, arguments.set)

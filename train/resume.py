@@ -32,7 +32,7 @@ FIXED = (
 )
 """Keys that must be as they were: a checkpoint fits no other, or DeepSpeed restores the old value with it."""
 
-FREE = ("checkpoint.", "metrics.", "launch.")
+FREE = ("checkpoint.", "metrics.", "launch.", "slurm.", "kubernetes.")
 """Keys that change nothing of what is trained."""
 
 

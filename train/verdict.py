@@ -32,6 +32,11 @@ def write(directory: str | Path, rank: int, *, ok: bool, error: str = "") -> Non
     os.replace(partial, folder / f"rank{rank}.json")
 
 
+def clear(directory: str | Path, rank: int) -> None:
+    """Forget what the rank said before torchrun started it again."""
+    (Path(directory) / f"rank{rank}.json").unlink(missing_ok=True)
+
+
 def read_all(directory: str | Path) -> dict[int, Verdict]:
     """rank -> verdict of every rank that left one."""
     files = Path(directory).glob("rank*.json")

@@ -16,7 +16,20 @@ from .folders import check_paths
 from .refusal import ConfigError
 from .rules import MODEL_REFUSED
 from .run import Batch, Config
-from .sections import Checkpoint, Data, Launch, Memory, Metrics, Model, Optimizer, Parallel, Sequence, Train
+from .sections import (
+    Checkpoint,
+    Data,
+    Kubernetes,
+    Launch,
+    Memory,
+    Metrics,
+    Model,
+    Optimizer,
+    Parallel,
+    Sequence,
+    Slurm,
+    Train,
+)
 
 __all__ = [
     "MODEL_REFUSED",
@@ -25,6 +38,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Data",
+    "Kubernetes",
     "Launch",
     "Memory",
     "Metrics",
@@ -32,6 +46,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "Sequence",
+    "Slurm",
     "Train",
     "check_paths",
     "load",

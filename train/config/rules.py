@@ -37,13 +37,50 @@ MODEL_REFUSED = {
 """Keys of [model.config] that would change the model, and why they cannot be honoured."""
 
 
+VARIABLE_KEYS = {
+    "NCCL_SOCKET_IFNAME": "interface",
+    "GLOO_SOCKET_IFNAME": "interface",
+    "NCCL_IB_HCA": "ib_hca",
+    "NCCL_IB_TIMEOUT": "ib_timeout",
+    "NCCL_IB_RETRY_CNT": "ib_retries",
+    "NCCL_DEBUG": "nccl_debug",
+}
+"""Environment variables that a key of [launch] sets, so that they are said in one place."""
+
+SLURM_KEYS = {
+    "--nodes": "launch.nodes",
+    "--ntasks": "launch.nodes",
+    "--ntasks-per-node": "launch.nodes",
+    "--cpus-per-task": "launch.cpus_per_node",
+    "--gpus-per-node": "launch.processes_per_node",
+    "--job-name": "train.name",
+    "--output": "metrics.dir",
+}
+"""Options of sbatch that follow from other keys."""
+
+
 def _check_launch(config: "Config") -> None:
-    if config.launch.nodes > 1:
-        for key in ("master_address", "master_port"):
-            if getattr(config.launch, key) is None:
-                raise ConfigError(f"launch.nodes = {config.launch.nodes} needs launch.{key}")
-    elif config.launch.master_address is not None and config.launch.master_port is None:
-        raise ConfigError("launch.master_address is given but one node without launch.master_port does not use it")
+    launch = config.launch
+    by_hand, several = launch.scheduler == "torchrun", launch.nodes > 1
+    if by_hand and several and launch.master_address is None:
+        raise ConfigError(f"launch.nodes = {launch.nodes} needs launch.master_address")
+    if launch.master_address is not None and not (by_hand and several):
+        why = f"launch.scheduler = {launch.scheduler!r} knows it" if not by_hand else "launch.nodes = 1 has no other"
+        raise ConfigError(f"launch.master_address = {launch.master_address!r} is not used: {why}; leave it out")
+    if not by_hand and launch.cpus_per_node is None:
+        raise ConfigError(f"launch.scheduler = {launch.scheduler!r} needs launch.cpus_per_node")
+    if launch.scheduler == "kubernetes" and config.kubernetes.image is None:
+        raise ConfigError("launch.scheduler = 'kubernetes' needs kubernetes.image")
+    for name in launch.environment:
+        if name in VARIABLE_KEYS:
+            raise ConfigError(f"launch.environment.{name} is launch.{VARIABLE_KEYS[name]}: say it there")
+
+
+def _check_slurm(config: "Config") -> None:
+    for option in config.slurm.options:
+        name = option.partition("=")[0]
+        if name in SLURM_KEYS:
+            raise ConfigError(f"slurm.options has {option!r}, but {name} follows from {SLURM_KEYS[name]}: leave it out")
 
 
 def _check_batch(config: "Config") -> None:
@@ -149,6 +186,7 @@ def _check_checkpoint(config: "Config") -> None:
 
 RULES: tuple[Callable[["Config"], None], ...] = (
     _check_launch,
+    _check_slurm,
     _check_batch,
     _check_shape,
     _check_vocabulary,

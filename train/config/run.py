@@ -7,7 +7,21 @@ from pydantic import model_validator
 
 from .refusal import ConfigError
 from .rules import RULES
-from .sections import Checkpoint, Data, Launch, Memory, Metrics, Model, Optimizer, Parallel, Section, Sequence, Train
+from .sections import (
+    Checkpoint,
+    Data,
+    Kubernetes,
+    Launch,
+    Memory,
+    Metrics,
+    Model,
+    Optimizer,
+    Parallel,
+    Section,
+    Sequence,
+    Slurm,
+    Train,
+)
 
 
 class Batch(NamedTuple):
@@ -31,6 +45,8 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     launch: Launch
+    slurm: Slurm = Slurm()
+    kubernetes: Kubernetes = Kubernetes()
 
     @model_validator(mode="after")
     def _rules(self) -> "Config":

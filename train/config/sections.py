@@ -142,9 +142,47 @@ class Launch(Section):
     """Machines."""
     processes_per_node: Count
     """Processes on each machine: its GPUs."""
-    scheduler: Literal["torchrun"] = "torchrun"
-    """What starts the processes."""
+    cpus_per_node: Count | None = None
+    """CPU cores of each machine for its processes; slurm and kubernetes need it."""
+    scheduler: Literal["torchrun", "slurm", "kubernetes"] = "torchrun"
+    """What starts the processes: torchrun on this machine, or on those that slurm or Kubernetes give."""
     master_address: str | None = None
-    """Name or address of the first machine; needed when there are more."""
-    master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Free port on it; needed when there are more machines, otherwise one is chosen."""
+    """Name or address of the first machine; torchrun needs it when there are more."""
+    master_port: Annotated[int, Field(ge=1, le=65535)] = 29500
+    """Port on the first machine where several machines meet; one machine alone takes a free one."""
+    join_timeout_s: Count = 600
+    """Seconds until all machines must have met."""
+    max_restarts: Annotated[int, Field(ge=0)] = 0
+    """Times that torchrun starts all processes again after one has failed; each is a new start of the run."""
+    interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+$")] | None = None
+    """Network interface of the machines, like "ib0", for NCCL's sockets and for gloo; left out: their choice."""
+    ib_hca: Annotated[str, Field(pattern=r"^\S+$")] | None = None
+    """InfiniBand adapters in NCCL's notation, like "=mlx5_0,mlx5_1"; left out: all."""
+    ib_timeout: Annotated[int, Field(ge=1, le=31)] | None = None
+    """InfiniBand acknowledge timeout, as the exponent n of 4.096 us * 2^n; left out: NCCL's."""
+    ib_retries: Annotated[int, Field(ge=0, le=7)] | None = None
+    """Times that InfiniBand sends again before NCCL gives up; left out: NCCL's."""
+    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
+    """How much NCCL says; left out: only errors that end the run."""
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    """The table [launch.environment]: further variables for the processes."""
+
+
+class Slurm(Section):
+    """Read when launch.scheduler is slurm."""
+
+    options: list[Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=\S.*)?$")]] = []
+    """Further options of sbatch, like "--partition=gpu", "--time=7-00:00:00", "--mem=0" (all memory of a node)."""
+
+
+class Kubernetes(Section):
+    """Read when launch.scheduler is kubernetes."""
+
+    image: str | None = None
+    """Container image with ringflash installed; needed."""
+    runtime: str = "torch-distributed"
+    """ClusterTrainingRuntime of Kubeflow Trainer that the job refines."""
+    namespace: str | None = None
+    """Namespace of the job; left out: kubectl's."""
+    volumes: dict[str, Annotated[str, Field(pattern=r"^/")]] = {}
+    """The table [kubernetes.volumes]: persistent volume claim -> folder where the processes see it."""
