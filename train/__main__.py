@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from . import loop, verdict, world
 from .config import check_paths, load
+from .resume import CheckpointError
 
 GRACE_S = 5
 """How long a refused rank waits for the first rank of its node to say why."""
@@ -37,19 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             loop.fit(run)
     except Exception as error:
         refused = isinstance(error, ValueError | TypeError) and not started
-        _tell(place, error, refused=refused)
+        _tell(place, error, sentence=refused or isinstance(error, CheckpointError))
         return 2 if refused else 1
     _leave_verdict(place, ok=True)
     return 0
 
 
-def _tell(place: world.Place, error: Exception, *, refused: bool) -> None:
-    """Say why: a failure in full; a refusal in one sentence, which the first rank of a node says for all.
+def _tell(place: world.Place, error: Exception, *, sentence: bool) -> None:
+    """Say why: a failure in full; what all ranks raise alike in one sentence, by the first rank of a node for all.
 
     The others wait, for torchrun ends all ranks once one is gone. A rank that outlives the wait speaks for itself.
     """
     _leave_verdict(place, ok=False, error=f"{type(error).__name__}: {error}")
-    if not refused:
+    if not sentence:
         print(f"rank {place.rank}:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
         return
     if place.local_rank:

@@ -6,7 +6,8 @@ the loss is scaled so that what remains is the gradient of the mean over all val
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,12 +47,17 @@ class Engine:
         # behind on which all later runs hang
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         numel = sum(parameter.numel() for parameter in model.parameters())
-        return deepspeed.initialize(
+        engine = deepspeed.initialize(
             model=model,
             optimizer=optimizer_of(model.parameters(), config.optimizer),
             config=deepspeed_config(config, batch, numel=numel),
             dist_init_required=False,
         )[0]
+        from .storage import Storage
+
+        engine.checkpoint_engine = Storage()
+        engine._copy_recovery_script = lambda path: None  # no programs among the data
+        return engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -88,6 +94,35 @@ class Engine:
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)
         self._engine.step()
         return float(self._engine.get_global_grad_norm() if norm is None else norm)
+
+    def save(self, folder: Path, *, extra: Mapping[str, Any]) -> None:
+        """Weights and optimizer, into an empty folder, in DeepSpeed's own files. All ranks must call it.
+
+        extra: name -> content of this rank's other files
+        What could not be written raises nothing here, since other ranks wait: `written` tells.
+        """
+        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        for name, content in extra.items():
+            self._engine.checkpoint_engine.save(content, str(folder / name))
+
+    def written(self) -> tuple[dict[str, int], str | None]:
+        """Of this rank since the last call: (name -> bytes of its files, the first error or None)."""
+        return self._engine.checkpoint_engine.taken()
+
+    def load(self, folder: Path) -> None:
+        """Take weights and optimizer from what `save` wrote, before the first step. All ranks must call it.
+
+        Raises: ValueError for a file that is broken, or holds more than tensors and plain values.
+        """
+        self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if self._zero == 3:
+            # DeepSpeed leaves the small weights gathered, as no other first step finds them: its recomputing backward
+            # would meet a collective that its forward had not
+            self._engine.optimizer.checkpoint_event_prologue()
+
+    def read(self, path: Path) -> Any:
+        """The content of one of the extra files. Raises: ValueError, as `load`."""
+        return self._engine.checkpoint_engine.load(str(path), map_location="cpu")
 
     def close(self) -> None:
         """Let go of the model; another engine may follow in the same process."""

@@ -16,6 +16,7 @@ from .config import Batch, Config
 from .data import Sequence, Window, Windows
 from .engine import Engine, learning_rate
 from .metrics import MetricsWriter, StepRecord
+from .resume import Progress, Saver
 from .world import World
 
 
@@ -24,6 +25,7 @@ class Run:
     """What a step needs: made once by `prepare`.
 
     windows: for each step this ring's micro-batches
+    saver, progress: the checkpoints, and where the run goes on from
     shape: for counting FLOPs; peak_tflops: of one device, or None and the reason
     """
 
@@ -32,6 +34,8 @@ class Run:
     batch: Batch
     engine: Engine
     windows: Windows
+    saver: Saver
+    progress: Progress
     shape: flops.ModelShape
     peak_tflops: float | None
     peak_missing: str | None
@@ -53,20 +57,23 @@ def prepare(config: Config, world: World) -> Run:
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
-    return Run(config, world, batch, engine, windows, shape, peak, missing)
+    saver = Saver(config, world, engine, windows)
+    return Run(config, world, batch, engine, windows, saver, saver.resume(), shape, peak, missing)
 
 
 def fit(run: Run) -> None:
-    """Train for train.steps steps and write the metrics of each."""
+    """Train up to train.steps, write the metrics of each step, save where [checkpoint] asks for it."""
     facts = {"world_size": run.world.size, "device": str(run.world.device), "torch": torch.__version__}
-    tokens_seen = 0
+    first, tokens_seen = run.progress
     with MetricsWriter(
-        run.config, global_rank=run.world.rank, mfu_null_reason=run.peak_missing, facts=facts
+        run.config, global_rank=run.world.rank, mfu_null_reason=run.peak_missing, facts=facts, after=first
     ) as metrics:
-        for step in range(1, run.config.train.steps + 1):
+        for step in range(first + 1, run.config.train.steps + 1):
             record = train_step(run, step, tokens_seen=tokens_seen)
             tokens_seen = record.tokens_seen
             metrics.write(record)
+            if run.saver.due(step):
+                run.saver.save(Progress(step, tokens_seen))
 
 
 def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:

@@ -138,14 +138,16 @@ class MetricsWriter:
     with MetricsWriter(config, global_rank=rank, mfu_null_reason=reason, facts={"world_size": 4}) as metrics:
         metrics.write(record)
 
+    after: the step behind which the run goes on; rows of an earlier process up to it stay in the file
     facts: what else stands in the first line of the file: plain numbers and strings
     """
 
     def __init__(
-        self, config: Config, *, global_rank: int, mfu_null_reason: str | None, facts: Mapping[str, Any]
+        self, config: Config, *, global_rank: int, mfu_null_reason: str | None, facts: Mapping[str, Any], after: int = 0
     ) -> None:
         self._config = config
         self._writes = global_rank == 0
+        self._after = after
         self._header = {
             "kind": "header",
             "flops_formula": FORMULA,
@@ -159,7 +161,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         if self._writes:
             config = self._config
-            self._add(JsonlSink(config.run_dir, self._header))
+            self._add(JsonlSink(config.run_dir, self._header, after=self._after))
             self._add(ProgressSink(config.train.name, config.train.steps))
             if config.metrics.wandb != "disabled":
                 self._add(WandbSink(config, self._header))

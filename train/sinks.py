@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -32,17 +32,22 @@ class Sink(Protocol):
 class JsonlSink:
     """`metrics.jsonl` in the folder of the run: a header, then one line a step, each flushed.
 
-    A file that is already there is an earlier run of the same name: it is kept as `metrics.previous.jsonl`. Numbers
-    that JSON has no word for are the strings "nan", "inf" and "-inf", which float() reads.
+    A file that is already there is of an earlier process: it is kept as `metrics.previous.jsonl`, and its rows up to
+    the step `after` come first, so that a resumed run has one row a step. Numbers that JSON has no word for are the
+    strings "nan", "inf" and "-inf", which float() reads.
     """
 
-    def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, header: Mapping[str, Any], *, after: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
+        path, previous = folder / "metrics.jsonl", folder / "metrics.previous.jsonl"
         if path.exists():
-            os.replace(path, folder / "metrics.previous.jsonl")
+            os.replace(path, previous)
         self._file = path.open("w", encoding="utf-8")
         self._line(header)
+        if after and previous.exists():
+            for row in _steps(previous):
+                if row["step"] <= after:
+                    self._line(row)
 
     def write(self, row: Row) -> None:
         finite = {k: v if v is None or math.isfinite(v) else str(v) for k, v in row.items()}
@@ -54,6 +59,17 @@ class JsonlSink:
 
     def close(self, *, failed: bool) -> None:
         self._file.close()
+
+
+def _steps(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file; a last line that was cut off is none."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            return
+        if row["kind"] == "step":
+            yield row
 
 
 class WandbSink:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,6 +73,12 @@ class World:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self.control)
         return torch.stack(rows).numpy()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A plain value of every rank, on every rank, for what is rare. All ranks must call it."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
 
 @contextmanager

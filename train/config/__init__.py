@@ -17,6 +17,7 @@ from .refusal import ConfigError
 from .rules import MODEL_REFUSED
 from .run import Batch, Config
 from .sections import (
+    Checkpoint,
     Data,
     Kubernetes,
     Launch,
@@ -34,6 +35,7 @@ from .sections import (
 __all__ = [
     "MODEL_REFUSED",
     "Batch",
+    "Checkpoint",
     "Config",
     "ConfigError",
     "Data",

@@ -24,6 +24,13 @@ def check_paths(config: Config) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"metrics.dir = {config.metrics.dir!r} cannot be written: {error.strerror}") from None
+    if config.checkpoint.every is not None:
+        try:
+            config.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint.dir = {str(config.checkpoint_dir)!r} cannot be written: {error.strerror}"
+            ) from None
     for index, source in enumerate(config.data.all_sources):
         _check_source(source, f"data.sources.{index}" if config.data.sources else "data")
     if config.data.tokenizer != "bytes" and not Path(config.data.tokenizer).is_dir():

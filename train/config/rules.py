@@ -196,6 +196,18 @@ def _check_source(source: "Source", name: str, *, tokenizer: str) -> None:
         raise ConfigError(f"{name}.path = 'stdlib' holds no {source.format}: {name}.format = 'text' is accepted")
 
 
+def _check_checkpoint(config: "Config") -> None:
+    keep = config.checkpoint
+    if keep.every is None:
+        for key in ("keep_last", "keep_every"):
+            if key in keep.model_fields_set:
+                raise ConfigError(f"checkpoint.{key} is given but without checkpoint.every nothing is saved")
+    elif keep.keep_every is not None and keep.keep_every % keep.every:
+        raise ConfigError(
+            f"checkpoint.keep_every = {keep.keep_every} must be a multiple of checkpoint.every = {keep.every}"
+        )
+
+
 RULES: tuple[Callable[["Config"], None], ...] = (
     _check_launch,
     _check_slurm,
@@ -209,4 +221,5 @@ RULES: tuple[Callable[["Config"], None], ...] = (
     _check_heads,
     _check_sequence,
     _check_optimizer,
+    _check_checkpoint,
 )

@@ -8,6 +8,7 @@ from pydantic import model_validator
 from .refusal import ConfigError
 from .rules import RULES
 from .sections import (
+    Checkpoint,
     Data,
     Kubernetes,
     Launch,
@@ -41,6 +42,7 @@ class Config(Section):
     optimizer: Optimizer
     train: Train
     memory: Memory = Memory()
+    checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     launch: Launch
     slurm: Slurm = Slurm()
@@ -66,6 +68,11 @@ class Config(Section):
     def run_dir(self) -> Path:
         """Folder for everything that the run writes."""
         return Path(self.metrics.dir) / self.train.name
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.run_dir / "checkpoints" if self.checkpoint.dir is None else Path(self.checkpoint.dir)
 
     def data_parallel(self, world: int) -> int:
         """Data replicas in a world of this many processes. ConfigError if the mesh does not fill it."""

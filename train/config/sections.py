@@ -142,6 +142,19 @@ class Memory(Section):
     """Local tokens whose logits exist at one time."""
 
 
+class Checkpoint(Section):
+    every: Count | None = None
+    """Steps from one checkpoint to the next; the last step is saved too. Left out: nothing is saved."""
+    dir: str | None = None
+    """Folder of the checkpoints, seen by all nodes; left out: `checkpoints` in the folder of the run."""
+    keep_last: Count = 2
+    """How many of the newest checkpoints are kept."""
+    keep_every: Count | None = None
+    """Checkpoints of steps that divide by this are kept too; a multiple of checkpoint.every."""
+    resume: str = "auto"
+    """ "auto": the newest whole checkpoint of the folder, if there is one; "no"; or the folder of one checkpoint."""
+
+
 class Metrics(Section):
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """Mode of the wandb run; online needs a key."""

@@ -4,7 +4,6 @@ Letters: S tokens of one packed sequence.
 """
 
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -71,16 +70,12 @@ class Packer:
 
     A piece goes into the open sequence that it fills best. A full one leaves, so a piece of `length` leaves alone; if a
     piece fits nowhere and OPEN_SEQUENCES are open, the fullest leaves. The order depends on nothing but the stream.
-
-    open_pieces: of each sequence that is open at the start; consumed: sequences that left before it
     """
 
-    def __init__(
-        self, stream: Stream, *, length: int, pad: int, open_pieces: Iterable[list[Piece]] = (), consumed: int = 0
-    ) -> None:
+    def __init__(self, stream: Stream, *, length: int, pad: int) -> None:
         self._stream, self._length, self._pad = stream, length, pad
-        self._open = [Bin(pieces) for pieces in open_pieces]
-        self._consumed = consumed
+        self._open: list[Bin] = []
+        self._consumed = 0
 
     def __iter__(self) -> "Packer":
         return self
@@ -119,24 +114,32 @@ class Packer:
             "stream": self._stream.state(),
         }
 
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken, also under another `length`: then the open pieces are packed anew.
+
+        Raises: ValueError for a state of other data.
+        """
+        self._stream = self._stream.at(state["stream"])
+        self._consumed = state["consumed"]
+        pieces = iter(self._stream.pieces_at(place for places in state["open"] for place in places))
+        bins = [list(islice(pieces, len(places))) for places in state["open"]]
+        if state["length"] == self._length:
+            self._open = [Bin(parts) for parts in bins]
+        else:
+            self._open = []
+            self._stream.put_back(piece for parts in bins for piece in parts)
+
 
 def sequences(
     data: Data, tokenizer: Tokenizer, *, length: int, seed: int, state: dict[str, Any] | None = None
 ) -> Packer:
     """The packed sequences of a run without end; with `state`, those that follow where it was taken.
 
-    state: of a Packer or of Windows over the same files, in a mesh of any size, perhaps of another `length`: then the
-        pieces of the open sequences are packed anew
+    state: of a Packer or of Windows over the same files, in a mesh of any size
     Raises: ValueError for what cannot be read, or a state of other data.
     """
-    corpus = Corpus(data, tokenizer)
-    if state is None:
-        return Packer(Stream(corpus, length=length, seed=seed), length=length, pad=tokenizer.pad)
-    stream = Stream(corpus, length=length, seed=seed, state=state["stream"])
-    places = [place for places in state["open"] for place in places]
-    pieces = iter(corpus.pieces_at(places))
-    open_pieces = [list(islice(pieces, len(places))) for places in state["open"]]
-    if state["length"] != length:
-        stream.put_back(piece for pieces in open_pieces for piece in pieces)
-        open_pieces = []
-    return Packer(stream, length=length, pad=tokenizer.pad, open_pieces=open_pieces, consumed=state["consumed"])
+    stream = Stream(Corpus(data, tokenizer), length=length, seed=seed)
+    packer = Packer(stream, length=length, pad=tokenizer.pad)
+    if state is not None:
+        packer.restore(state)
+    return packer

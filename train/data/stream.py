@@ -250,6 +250,14 @@ class Stream:
             self._waiting.extend(cut(document, self._length))
         return self._waiting.popleft()
 
+    def at(self, state: dict[str, Any]) -> "Stream":
+        """The same stream where a state was taken. Raises: ValueError for a state of other data."""
+        return Stream(self._corpus, length=self._length, seed=self._seed, state=state)
+
+    def pieces_at(self, places: Iterable[Sequence[int]]) -> list[Piece]:
+        """The pieces at these places, in their order."""
+        return self._corpus.pieces_at(places)
+
     def put_back(self, pieces: Iterable[Piece]) -> None:
         """Hand out these pieces before all others, cut to `length`."""
         self._waiting.extendleft(reversed([part for piece in pieces for part in cut(piece, self._length)]))

@@ -33,6 +33,7 @@ class Windows:
     """
 
     def __init__(self, sequences: Packer, batch: Batch, *, data_rank: int, data_size: int) -> None:
+        self._sequences = sequences
         self._state = sequences.state()
         self._made: queue.Queue[tuple[Window, dict[str, Any]] | Exception] = queue.Queue(AHEAD)
         self._end: Exception | None = None
@@ -59,9 +60,16 @@ class Windows:
     def state(self) -> dict[str, Any]:
         """Where the data stand behind the last window that was taken, in global sequences, alike on every rank.
 
-        Plain dicts, lists, numbers and strings; `sequences(state=...)` goes on from there, in a mesh of any size.
+        Plain dicts, lists, numbers and strings; `restore` goes on from there, in a mesh of any size.
         """
         return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken; only before the first window. Raises: ValueError for a state of other data."""
+        if self._thread.ident is not None:
+            raise ValueError("a position in the data is restored before the first window is taken, not later")
+        self._sequences.restore(state)
+        self._state = self._sequences.state()
 
 
 def _windows(

@@ -1,0 +1,175 @@
+"""Runs that stop and go on, on two processes: bits, other meshes, refusals, a kill, a full disk, a hostile file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import saving
+import training
+
+PAIRS = [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "float32")]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return training.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def config_of(texts, folder, *, zero=1, mesh=(1, 2, 1), steps=4, dtype="float32", **checkpoint):
+    return training.config_of(
+        texts,
+        mesh=mesh,
+        zero=zero,
+        optimizer="adamw",
+        steps=steps,
+        model={"architecture": "llama", "dtype": dtype, "config": training.LLAMA},
+        metrics={"dir": str(folder), "wandb": "disabled"},
+        checkpoint={"every": 2} | checkpoint,
+    )
+
+
+def steps_of(config):
+    """What metrics.jsonl says of each step, without times."""
+    _, *rows = map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines())
+    kept = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen", "valid_tokens")
+    return [{name: row[name] for name in kept} for row in rows]
+
+
+def data_of(config):
+    return json.loads((config.checkpoint_dir / "step-00000004" / "manifest.json").read_text())["data"]
+
+
+def crash(config, folder):
+    """A run as it was when it was killed behind step 3: checkpoints up to step 2, metrics up to step 3, one cut off."""
+    shutil.copytree(config.metrics.dir, folder)
+    checkpoints = folder / config.train.name / "checkpoints"
+    shutil.rmtree(checkpoints / "step-00000004")
+    (checkpoints / "step-00000004.partial").mkdir()
+    metrics = folder / config.train.name / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:4]) + '{"kind": "st')
+    return checkpoints
+
+
+@pytest.fixture(scope="module")
+def whole(pool, texts, tmp_path_factory):
+    """whole(zero, dtype): config and results of a run that nothing interrupts."""
+    done = {}
+
+    def run(zero, dtype):
+        if zero not in done:
+            config = config_of(texts, tmp_path_factory.mktemp(f"zero{zero}") / "whole", zero=zero, dtype=dtype)
+            done[zero] = config, pool(2)(saving.go, config)
+        return done[zero]
+
+    return run
+
+
+@pytest.mark.parametrize(("zero", "dtype"), PAIRS)
+def test_R78_R86_R96_a_resumed_run_has_the_bits_of_an_uninterrupted_one(pool, texts, tmp_path, whole, zero, dtype):
+    config, want = whole(zero, dtype)
+    assert "no whole checkpoint" in want[0]["said"]
+    assert [result["from"] for result in want] == [(0, 0)] * 2
+    crash(config, tmp_path / "crashed")
+    again = config_of(texts, tmp_path / "crashed", zero=zero, dtype=dtype)
+    got = pool(2)(saving.go, again)
+    assert "step-00000004.partial is no whole checkpoint" in got[0]["said"]
+    assert "step-00000002 behind step 2" in got[0]["said"]
+    assert steps_of(again) == steps_of(config)
+    assert [step["step"] for step in steps_of(again)] == [1, 2, 3, 4]
+    assert data_of(again) == data_of(config)
+    for rank in range(2):
+        assert got[rank]["from"] == (2, steps_of(config)[1]["tokens_seen"])
+        assert got[rank]["after"] == want[rank]["after"]
+        assert got[rank]["drawn"] == {step: want[rank]["drawn"][step] for step in (3, 4)}
+
+
+@pytest.mark.parametrize(("zero", "mesh"), [(1, (2, 1, 1)), (3, (1, 1, 2))])
+def test_R82_another_mesh_of_as_many_ranks_goes_on(pool, texts, tmp_path, whole, zero, mesh):
+    dtype = dict(PAIRS)[zero]
+    config, _ = whole(zero, dtype)
+    checkpoints = crash(config, tmp_path / "crashed")
+    same = config_of(texts, tmp_path / "same", zero=zero, dtype=dtype, resume=str(checkpoints / "step-00000002"))
+    other = config_of(
+        texts, tmp_path / "other", zero=zero, dtype=dtype, resume=str(checkpoints / "step-00000002"), mesh=mesh
+    )
+    got, want = pool(2)(saving.go, other), pool(2)(saving.go, same)
+    assert got[0]["before"] == got[1]["before"] == want[0]["before"]
+    assert steps_of(other)[0]["loss"] == pytest.approx(steps_of(same)[0]["loss"], rel=1e-6)
+    assert [step["tokens_seen"] for step in steps_of(other)] == [step["tokens_seen"] for step in steps_of(same)]
+    assert data_of(other) == data_of(same)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(pool, texts, tmp_path, whole):
+    config, _ = whole(1, "float32")
+    step = config.checkpoint_dir / "step-00000004"
+    refused = {
+        "was saved by 2 processes (data 1, ring 2, ulysses 1) at ZeRO 1, this run is 2 processes": {"zero": 2},
+        "was saved behind step 4, train.steps = 3 is less": {"steps": 3},
+        "is no whole checkpoint: it has no manifest.json": {"resume": str(tmp_path)},
+        "checkpoint.resume = 'no' starts behind step 0, but checkpoint.dir": {"resume": "no"},
+        "starts behind step 2, but checkpoint.dir": {"resume": str(step.with_name("step-00000002"))},
+    }
+    for message, changes in refused.items():
+        changed = config_of(texts, config.metrics.dir, **{"zero": 1} | changes)
+        said = pool(2)(saving.refusal, changed)
+        assert message in said[0]
+        assert said[0] == said[1]
+
+
+def test_R76_killed_in_a_file_of_the_second_save(pool, texts, tmp_path):
+    config = config_of(texts, tmp_path, steps=2)
+    ends = pool(2).outcomes(saving.die, config, 1)
+    assert "rank 1 died" in str(ends[1])
+    assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step-00000001", "step-00000002.partial"]
+    got = pool(2)(saving.go, config)
+    assert [result["from"].step for result in got] == [1, 1]
+    assert "step-00000002.partial is no whole checkpoint: writing or removing it was cut off" in got[0]["said"]
+    assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_disk_that_is_full_on_one_rank_is_one_sentence_on_all(pool, texts, tmp_path):
+    ends = pool(2)(saving.overflow, config_of(texts, tmp_path, steps=2))
+    for said, left, step in ends:
+        assert said.startswith("rank 1 could not save a checkpoint, the ones before it stay: ")
+        assert said.endswith("File too large")
+        assert left == ["step-00000001"]
+        assert step == 2
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence_on_all(pool, texts, tmp_path):
+    (tmp_path / "file").write_text("")
+    said = pool(2)(saving.unwritable, config_of(texts, tmp_path, dir=str(tmp_path / "file" / "below")))
+    assert said[0] == said[1]
+    assert "rank 0 could not save a checkpoint" in said[0]
+    assert "Not a directory" in said[0]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_R89_saved_and_loaded_without_a_step(pool, texts, tmp_path, zero):
+    first = config_of(texts, tmp_path / "first", zero=zero)
+    steps = [config.checkpoint_dir / "step-00000000" for config in (first, config_of(texts, tmp_path / "second"))]
+    second = config_of(texts, tmp_path / "second", zero=zero, resume=str(steps[0]))
+    third = config_of(texts, tmp_path / "third", zero=zero, resume=str(steps[1]))
+    saved = [pool(2)(saving.idle, config) for config in (first, second, third)]
+    assert len(saved[0][0][1]) >= 3
+    assert saved[0] == saved[1] == saved[2]
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_a_program_in_a_checkpoint_does_not_run(pool, texts, tmp_path, whole, name, zipped):
+    config, _ = whole(1, "float32")
+    step = crash(config, tmp_path / "crashed") / "step-00000002"
+    said = pool(2)(saving.bombed, config_of(texts, tmp_path / "crashed"), step, name, zipped)
+    assert "it is broken, or holds more than tensors and plain values" in said[0]
+    assert not (step / "exploded").exists()
+
+
+def test_R85_a_save_on_one_rank_is_an_error_there(pool, texts, tmp_path):
+    config = config_of(texts, tmp_path)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"timeout_s": 3})})
+    said = pool(2)(saving.alone, config)
+    assert "all ranks must save and resume together, and within train.timeout_s = 3" in said[0]
+    assert said[1] is None
