@@ -267,3 +267,14 @@ def test_the_thread_ends_with_the_windows(mixture):
     del windows
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_windows_are_restored_before_the_first_is_taken(mixture):
+    first, again = (data.Windows(sequences(mixture), Batch(2, 1, 2), data_rank=0, data_size=1) for _ in range(2))
+    for _ in range(3):
+        next(first)
+    again.restore(stored(first.state()))
+    assert data.window_digest(next(again)) == data.window_digest(next(first))
+    assert again.state() == first.state()
+    with pytest.raises(ValueError, match="is restored before the first window is taken, not later"):
+        again.restore(first.state())
