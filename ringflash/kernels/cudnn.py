@@ -20,6 +20,7 @@ import torch
 from ..mask import View
 from . import pieces, sdpa
 from .pieces import few
+from .scaling import positive
 
 if TYPE_CHECKING:
     from . import State
@@ -84,7 +85,7 @@ def attend(
     """One piece; see `pieces.Attend`."""
     if _thin(q, k):
         return sdpa.attend(q, k, v, causal=causal, scale=scale)
-    q, scale = pieces.positive(q, scale)
+    q, scale = positive(q, scale)
     out, lse = _cudnn(*(walkable(x).transpose(1, 2) for x in (q, k, v)), causal=causal, scale=scale)
     return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
@@ -97,7 +98,7 @@ def differentiate(
     if _thin(q, k):
         return sdpa.differentiate(dout, q, k, v, lse, delta, causal=causal, scale=scale)
     sign = (scale > 0) - (scale < 0)
-    q, scale = pieces.positive(q, scale)
+    q, scale = positive(q, scale)
     b_q, b_k, b_v = (walkable(x).transpose(1, 2) for x in (q, k, v))
     b_dout = _ordered(dout.transpose(1, 2), b_q)
     b_out = _ordered(stand_in(dout, delta.transpose(1, 2)).transpose(1, 2), b_q)

@@ -20,6 +20,7 @@ import torch
 from ..mask import View
 from . import pieces
 from .pieces import delta, few
+from .scaling import positive
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -74,7 +75,7 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One piece; see `pieces.Attend`."""
-    q, scale = pieces.positive(q, scale)
+    q, scale = positive(q, scale)
     return _flash_forward(q, k, v, causal=causal, scale=scale)
 
 
@@ -88,7 +89,7 @@ def differentiate(
     dlse = -delta that is delta, exactly.
     """
     sign = (scale > 0) - (scale < 0)
-    q, scale = pieces.positive(q, scale)
+    q, scale = positive(q, scale)
     dq, dk, dv = _flash_backward(
         dout, q, k, v, lse.contiguous(), -delta, causal=causal, scale=scale, deterministic=deterministic
     )

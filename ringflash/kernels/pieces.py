@@ -179,13 +179,6 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
     return total if dlse is None else total - dlse
 
 
-def positive(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """q and a scale above 0 with the same product, exactly: libraries take the maximum of scores before they scale."""
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
-
-
 def _cover(spans: list[slice], length: int) -> np.ndarray:
     """int [length]: in how many spans each position lies."""
     steps = np.zeros(length + 1, int)

@@ -124,7 +124,7 @@ def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, regular, NC: 
 
 
 @gluon.jit
-def _sum_in_thread(b_p):
+def sum_in_thread(b_p):
     """[rows, keys] -> [rows, 4]: each of the four lanes of a row adds what it holds; they meet after the loop."""
     return gl.sum(gl.sum(b_p.reshape([b_p.shape[0], b_p.shape[1] // 8, 4, 2]), 3), 1)
 
@@ -137,7 +137,7 @@ def _softmax(b_s, b_max, b_sum, scale_log2):
     b_safe = gl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = gl.exp2(b_s * scale_log2 - b_safe[:, None])
     b_shrink = gl.exp2(b_max - b_safe)
-    b_sum = b_sum * gl.convert_layout(b_shrink, gl.SliceLayout(1, b_sum.type.layout))[:, None] + _sum_in_thread(b_p)
+    b_sum = b_sum * gl.convert_layout(b_shrink, gl.SliceLayout(1, b_sum.type.layout))[:, None] + sum_in_thread(b_p)
     return b_p, b_new, b_sum, b_shrink
 
 
@@ -186,7 +186,7 @@ def _operand(b_pairs, TYPE: gl.constexpr, OL: gl.constexpr):
 
 
 @gluon.jit
-def _issue_scores(b_q, k_s, k_full, j, BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr):
+def issue_scores(b_q, k_s, k_full, j, BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr):
     zero = gl.zeros([64, BK], gl.float32, SL)
     wait_full(k_full, j, STAGES)
     return warpgroup_mma(b_q, matrix(k_s.index(j % STAGES)).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -207,7 +207,7 @@ def _step(
 ):  # fmt: skip
     """The scores of the program's step s and the values of step s - 1."""
     _, k_s, v_s, _, k_full, v_full = shared
-    b_s = _issue_scores(b_q, k_s, k_full, s, BK, STAGES, SL)
+    b_s = issue_scores(b_q, k_s, k_full, s, BK, STAGES, SL)
     # O is scaled here, and not where softmax found the factor, because the tensor cores have work meanwhile
     b_acc, b_p = _issue_values(b_pairs, b_shrink, v_s, b_acc, s - 1, STAGES, OL)
     b_s = warpgroup_mma_wait(1, deps=[b_s])
@@ -243,7 +243,7 @@ def _start(
         o_q = C * 64 + gl.arange(0, 64, layout=RL)
         b_max = gl.load(p_lse + o_q, mask=o_q < count, other=float("-inf")) * LOG2E
         b_one = gl.where(b_max == float("-inf"), 0.0, 1.0)
-    b_sum = _sum_in_thread(gl.zeros([64, BK], gl.float32, SL))  # for its layout; four threads share a row
+    b_sum = sum_in_thread(gl.zeros([64, BK], gl.float32, SL))  # for its layout; four threads share a row
     return b_acc, b_max, b_sum + 0.25 * gl.convert_layout(b_one, gl.SliceLayout(1, b_sum.type.layout))[:, None]
 
 
@@ -257,7 +257,7 @@ def _walk(
     v0, f0, f1, v1, _ = walk
     num_steps = v1 - v0
     num_masked = num_steps - (f1 - f0)
-    b_s = _issue_scores(b_q, k_s, k_full, past, BK, STAGES, SL)
+    b_s = issue_scores(b_q, k_s, k_full, past, BK, STAGES, SL)
     b_s = warpgroup_mma_wait(0, deps=[b_s])
     _arrive(K_FREE + past % STAGES, NC)
     b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, tile_at(0, v0, f0, f1, v1))
@@ -299,16 +299,16 @@ def consume(
         b_acc, b_max, b_sum = _walk(
             shared, walk, past, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, BK, STAGES, SL, OL, NC
         )
-    b_inverse = _store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
+    b_inverse = store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
     b_acc = b_acc * gl.convert_layout(b_inverse, gl.SliceLayout(1, OL))[:, None]
     if LAST:
-        _store_out(b_q, b_acc, p_out, out_row, count, C, D, WIDTH)
+        store_out(b_q, b_acc, p_out, out_row, count, C, D, WIDTH)
     else:
-        _store_state(b_acc, p_state, state_row, count, C, D, WIDTH, OL)
+        store_state(b_acc, p_state, state_row, count, C, D, WIDTH, OL)
 
 
 @gluon.jit
-def _store_lse(p_lse, b_max, b_sum, count, C: gl.constexpr, RL: gl.constexpr):
+def store_lse(p_lse, b_max, b_sum, count, C: gl.constexpr, RL: gl.constexpr):
     """Write lse; returns what normalises the accumulator, 1 for rows that have seen nothing."""
     b_sum = gl.convert_layout(gl.sum(b_sum, 1), RL)
     b_empty = b_sum == 0.0
@@ -319,7 +319,7 @@ def _store_lse(p_lse, b_max, b_sum, count, C: gl.constexpr, RL: gl.constexpr):
 
 
 @gluon.jit
-def _store_state(
+def store_state(
     b_acc, p_state, state_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, OL: gl.constexpr
 ):  # fmt: skip
     o_row = fresh(C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL)))
@@ -329,7 +329,7 @@ def _store_state(
 
 
 @gluon.jit
-def _store_out(b_q, b_acc, p_out, out_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+def store_out(b_q, b_acc, p_out, out_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
     """Write the consumer's rows of `out`, through the shared memory of its queries so that a thread writes 16 bytes."""
     CL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_q.store(b_acc.to(b_q.dtype))

@@ -23,14 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .keys_kernel import (
     columns,
     issue_scores,
+    key_tile,
     new_buffers,
     num_steps_of,
     positions_of,
     producer,
+    steps_of,
     store_gradients,
     tile_of_step,
 )
-from .walk import arrive_free, job_and_head, matrix, new_barriers, wait_full
+from .walk import arrive_free, matrix, new_barriers, wait_full
 
 
 @builtin
@@ -42,7 +44,7 @@ def tma_add(desc, at, source, _semantic=None):
 
 @gluon.jit
 def _adder(dq_desc, exchange, walk, head, q_tiles, D: gl.constexpr):
-    """Add every finished [64, D / 2] piece to its rows of dq, in the producer's order.
+    """Add every finished [BQ, D / 2] piece to its rows of dq, in the producer's order.
 
     Rows behind the end of a short tile, which are the next tile's, get 0.
     """
@@ -144,17 +146,9 @@ def all_gradients(
     q_tiles, jobs, scale, scale_log2, dq_scale, num_tiles, num_q_tiles, num_groups, group, section,
     D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `keys_kernel.keys`, and add dq_scale dS K to dq. dq_desc: [B, H, N, D] fp32 in boxes of 64 rows, D / 2."""
-    job, i_bg = job_and_head(jobs, num_tiles, section)
-    row, position, count, v0, f0, f1, v1, shift = job
-    walk = (v0, f0, f1, v1, shift)
-    i_b = i_bg // num_groups
-    i_g = i_bg % num_groups
-    p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
-    p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
-    num_masked = num_steps_of(walk, False) * group
-    num_steps = num_masked + num_steps_of(walk, True) * group
-    first_plain = gl.minimum(gl.maximum(num_masked, 1), num_steps)
+    """As `keys_kernel.keys`, and add dq_scale dS K to dq. dq_desc: [B, H, N, D] fp32 in boxes of BQ rows, D / 2."""
+    row, position, walk, head, grads = key_tile(jobs, num_tiles, section, dk, dv, num_groups, group)
+    num_steps, first_plain = steps_of(walk, group)
 
     rings, barriers, k_s, v_s, kv_full = new_buffers(
         q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, STAGES
@@ -165,8 +159,6 @@ def all_gradients(
     exchange = (ds_s, dq_s, new_barriers(2, 2), new_barriers(2, 1), new_barriers(2, 1))
     fence_async_shared()
     descs = (q_desc, dout_desc, starts_desc, bounds_desc)
-    head = (i_b, i_g * group, num_groups * group, group)
-    grads = (p_dk, p_dv, dk[2], dv[2], count)
     scales = (scale, scale_log2, dq_scale)
     gl.warp_specialize([
         (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scales,

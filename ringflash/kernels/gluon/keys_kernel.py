@@ -239,6 +239,31 @@ def _consumer(
     store_gradients(grads, b_dk * scale, b_dv, C, D, WIDTH, KL)
 
 
+@gluon.jit
+def key_tile(jobs, num_tiles, section, dk, dv, num_groups, group):
+    """What a program's job is: (its first key, the position of that, walk, head, grads).
+
+    walk: see `tile_of_step`; head: (batch entry, first query head of the group, query heads, heads of the group);
+    grads: see `store_gradients`
+    """
+    job, i_bg = job_and_head(jobs, num_tiles, section)
+    row, position, count, v0, f0, f1, v1, shift = job
+    i_b = i_bg // num_groups
+    i_g = i_bg % num_groups
+    p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
+    p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
+    head = (i_b, i_g * group, num_groups * group, group)
+    return row, position, (v0, f0, f1, v1, shift), head, (p_dk, p_dv, dk[2], dv[2], count)
+
+
+@gluon.jit
+def steps_of(walk, group):
+    """(how many steps all query heads make, how many of them, the first at least, are masked)."""
+    num_masked = num_steps_of(walk, False) * group
+    num_steps = num_masked + num_steps_of(walk, True) * group
+    return num_steps, gl.minimum(gl.maximum(num_masked, 1), num_steps)
+
+
 @gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group", "section"])
 def keys(
     q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, dk, dv,
@@ -247,27 +272,17 @@ def keys(
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
-    *_desc: [B, H or G, N, D] in boxes of 64 queries or 128 keys; starts: of `row_starts`, flat; bounds: lo and hi
-    likewise, int32 [num_q_tiles, 2, 64]; section: see `job_and_head`. Rows that nobody sees are written as 0.
+    *_desc: [B, H or G, N, D] in boxes of BQ queries or 128 keys; starts: of `row_starts`, flat; bounds: lo and hi
+    likewise, int32 [num_q_tiles, 2, BQ]; section: see `job_and_head`. Rows that nobody sees are written as 0.
     """
-    job, i_bg = job_and_head(jobs, num_tiles, section)
-    row, position, count, v0, f0, f1, v1, shift = job
-    walk = (v0, f0, f1, v1, shift)
-    i_b = i_bg // num_groups
-    i_g = i_bg % num_groups
-    p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
-    p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
-    num_masked = num_steps_of(walk, False) * group
-    num_steps = num_masked + num_steps_of(walk, True) * group
-    first_plain = gl.minimum(gl.maximum(num_masked, 1), num_steps)
+    row, position, walk, head, grads = key_tile(jobs, num_tiles, section, dk, dv, num_groups, group)
+    num_steps, first_plain = steps_of(walk, group)
 
     rings, barriers, k_s, v_s, kv_full = new_buffers(
         q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, STAGES
     )
     fence_async_shared()
     descs = (q_desc, dout_desc, starts_desc, bounds_desc)
-    head = (i_b, i_g * group, num_groups * group, group)
-    grads = (p_dk, p_dv, dk[2], dv[2], count)
     gl.warp_specialize([
         (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scale,
                      scale_log2, 0, D, WIDTH, STAGES)),

@@ -14,8 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...mask import Tiles, View
+from ..scaling import positive
 from ..trimming import trimmed
-from ..triton.launch import LOG2E, grid, rows_argument
+from ..triton.launch import LOG2E, clear_around, grid, rows_argument
 from . import forward_kernel, fused_kernel, keys_kernel, persistent_kernel, queries_kernel
 from .tiling import TILINGS, Tiling, columns
 from .turns import turns
@@ -96,6 +97,16 @@ def jobs_by_key(tiles: Tiles, block_k: int) -> np.ndarray:
     return np.stack((*tiles.k_tiles.T, v0, f0, f1, v1, shift), 1)[tiles.k_order]
 
 
+def evening_heads(lengths: np.ndarray) -> int:
+    """The tiles of so many heads keep the card busy for twice the time of the longest; 1 where tiles are alike.
+
+    lengths: int [tiles], the steps of each tile of one head
+    """
+    longest, total = int(lengths.max(initial=0)), int(lengths.sum())
+    is_uneven = longest * int((lengths > 0).sum()) > 1.25 * total
+    return -(-2 * NUM_SMS * longest // total) if is_uneven else 1
+
+
 class Work(NamedTuple):
     """What one kernel has to do for one view, without heads and batch; made once a view. Tensors are on the device.
 
@@ -103,7 +114,7 @@ class Work(NamedTuple):
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
     num_steps: how many tiles all its programs visit together
     regular: key tile i starts at i * block_k
-    num_heads: tiles of so many heads keep the card busy for twice the time of the longest; 1 where tiles are alike
+    num_heads: see `evening_heads`
     bounds: int32 [num query tiles, 2, block_q], lo and hi tile by tile, (0, 0) behind a short tile's end
     """
 
@@ -140,15 +151,14 @@ class Work(NamedTuple):
         bounds = np.stack([np.where(o_row < count, side[rows], 0) for side in (view.lo, view.hi)], 1)
         lengths = ranges[:, 3] - ranges[:, 0]
         num_busy = int((lengths > 0).sum())
-        longest, total = int(lengths.max(initial=0)), int(lengths.sum())
-        num_heads = -(-2 * NUM_SMS * longest // total) if longest * num_busy > 1.25 * total else 1
         return cls(
             tiles, *view.bounds(device), made.q_tiles, made.k_tiles, torch.from_numpy(jobs).to(device),
-            len(ranges), num_busy, total, regular, num_heads, torch.from_numpy(bounds).to(device),
+            len(ranges), num_busy, int(lengths.sum()), regular, evening_heads(lengths),
+            torch.from_numpy(bounds).to(device),
         )  # fmt: skip
 
     def section(self, heads: int, groups: int, *shared: torch.Tensor) -> int:
-        """How many heads end a grid together, see `walk.tile_and_head`: `num_heads`, if the L2 holds what they share.
+        """How many heads end a grid together, see `walk.job_and_head`: `num_heads`, if the L2 holds what they share.
 
         heads: of the grid and one batch entry, in `groups` that share; shared: [B, N, ..., D], what its programs read
         again and again.
@@ -157,13 +167,6 @@ class Work(NamedTuple):
             return 1
         group_bytes = sum(x.numel() * x.element_size() for x in shared) // (shared[0].shape[0] * groups)
         return min(self.num_heads, max(SECTION_BYTES // group_bytes, 1) * (heads // groups))
-
-
-def sharpened(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """(q, scale) with the same products and a scale > 0, which the kernels want: they take maxima before scaling."""
-    if scale > 0.0:
-        return q, scale
-    return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
 
 
 def num_sms(device: torch.device) -> int:
@@ -190,7 +193,7 @@ def all_turns(view: View, work: Work, num_tiles: int, batch: int, heads: int, se
 
 
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
-    """Launch `forward_kernel.attend`. See `kernels.Kernel.forward`."""
+    """Launch `forward_kernel.attend` or `persistent_kernel.attend_in_turns`. See `kernels.Kernel.forward`."""
     keys, view = trimmed(view).keys, trimmed(view).of_keys
     k, v = k[:, keys], v[:, keys]
     batch, num_rows, heads, width = q.shape
@@ -198,7 +201,7 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     num_tiles = work.num_tiles if first or last else work.num_busy
     if not num_tiles:
         return
-    q, scale = sharpened(q, scale)
+    q, scale = positive(q, scale)
     tiles = work.tiling
     run, programs, jobs = forward_kernel.attend, grid(num_tiles, batch, heads), work.jobs
     ends = [work.section(heads, k.shape[2], k, v)]
@@ -252,22 +255,21 @@ def _by_key_tile(
 ) -> None:
     """What the two kernels share whose program is a key tile. grads: dk and dv."""
     rows, keys, _, view = trimmed(view)
-    for grad in grads:
-        if keys.stop - keys.start < grad.shape[1]:
-            grad[:, : keys.start].zero_()
-            grad[:, keys.stop :].zero_()
+    clear_around(keys, *grads)
     dout, q, k, v, grads = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], tuple(grad[:, keys] for grad in grads)
     batch, _, heads, width = q.shape
     groups = k.shape[2]
     work = Work.of(kernel, q, view)
     if not work.num_tiles:
         return
-    q, sharp = sharpened(q, scale)
+    q, sharp = positive(q, scale)
     tiles, q_tiles = work.tiling, work.q_tiles
     run, extra, scales, shared = keys_kernel.keys, [], [sharp, sharp * LOG2E], [q, dout]
     if dq is not None:
         run, scales, shared = fused_kernel.all_gradients, [*scales, scale], [*shared, dq[:, rows]]
-        extra = [descriptor(walkable(dq[:, rows]), tiles.block_q, 2)]
+        target = walkable(dq[:, rows])
+        assert target.base.data_ptr() == dq[:, rows].data_ptr(), "dq must be walked itself: a copy's sums would be lost"
+        extra = [descriptor(target, tiles.block_q, 2)]
     run[grid(work.num_tiles, batch, groups)](
         descriptor(walkable(q), tiles.block_q), descriptor(walkable(k), tiles.block_k),
         descriptor(walkable(v), tiles.block_k), descriptor(walkable(dout), tiles.block_q),
@@ -282,16 +284,15 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
     """Launch `queries_kernel.queries`: add to dq, or write every row of it where it is no fp32."""
     rows, keys, _, view = trimmed(view)
     adds = dq.dtype == torch.float32
-    if not adds and rows.stop - rows.start < dq.shape[1]:
-        dq[:, : rows.start].zero_()
-        dq[:, rows.stop :].zero_()
+    if not adds:
+        clear_around(rows, dq)
     dout, q, k, v, dq = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], dq[:, rows]
     batch, _, heads, width = q.shape
     work = Work.of("queries", q, view)
     num_tiles = work.num_busy if adds else work.num_tiles
     if not num_tiles:
         return
-    q, sharp = sharpened(q, scale)
+    q, sharp = positive(q, scale)
     tiles = work.tiling
     queries_kernel.queries[grid(num_tiles, batch, heads)](
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),

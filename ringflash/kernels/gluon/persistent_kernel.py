@@ -62,29 +62,19 @@ def attend_in_turns(
     REGISTERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """As `forward_kernel.attend`, with all heads' jobs in one table of which program p takes lines p, p + grid, ..."""
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [4 if NC == 2 else 8, 1, 1, 64, D], q_desc.layout)
-    q_full = new_barriers(8, 1)
+    gl.static_assert(NC == 2, "of the tiles in `launch.STAYING`")
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [2 * NC, 1, 1, 64, D], q_desc.layout)
+    q_full = new_barriers(2 * NC, 1)
     q_free = new_barriers(2, NC)
     gl.static_assert(STAGES <= 4, "named barriers")
     k_s, k_full = new_stages(k_desc, STAGES)
     v_s, v_full = new_stages(v_desc, STAGES)
     fence_async_shared()
     shared = (q_s, k_s, v_s, q_full, k_full, v_full)
-    if NC == 2:
-        gl.warp_specialize([
-            (_consumer, (shared, q_free, jobs, num_jobs, num_heads, num_rows, state, out, lse, lo, hi, scale_log2,
-                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_consumer, (shared, q_free, jobs, num_jobs, num_heads, num_rows, state, out, lse, lo, hi, scale_log2,
-                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_producer, (q_desc, k_desc, v_desc, shared, q_free, jobs, num_jobs, group, k_tiles, regular, NC, STAGES)),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consumer, (shared, q_free, jobs, num_jobs, num_heads, num_rows, state, out, lse, lo, hi, scale_log2,
-                         k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_consumer, (shared, q_free, jobs, num_jobs, num_heads, num_rows, state, out, lse, lo, hi, scale_log2,
-                         k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_consumer, (shared, q_free, jobs, num_jobs, num_heads, num_rows, state, out, lse, lo, hi, scale_log2,
-                         k_tiles, 2, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_producer, (q_desc, k_desc, v_desc, shared, q_free, jobs, num_jobs, group, k_tiles, regular, NC, STAGES)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    gl.warp_specialize([
+        (_consumer, (shared, q_free, jobs, num_jobs, num_heads, num_rows, state, out, lse, lo, hi, scale_log2,
+                     k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
+        (_consumer, (shared, q_free, jobs, num_jobs, num_heads, num_rows, state, out, lse, lo, hi, scale_log2,
+                     k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
+        (_producer, (q_desc, k_desc, v_desc, shared, q_free, jobs, num_jobs, group, k_tiles, regular, NC, STAGES)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip

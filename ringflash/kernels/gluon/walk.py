@@ -1,4 +1,4 @@
-"""What the three Gluon kernels share: which tiles a program visits in which order, masks of scores, barriers of rings.
+"""What the Gluon kernels share: which tiles a program visits in which order, masks of scores, barriers of rings.
 
 A program walks the range [v0, v1) of tiles that it sees; of these [f0, f1) need no mask. Masked tiles come first, so
 that the long loop, which holds no mask code, is the last one and needs no branch. Device code only.

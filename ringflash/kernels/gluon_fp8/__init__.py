@@ -27,7 +27,7 @@ __all__ = ["backward", "delta", "forward", "refuses"]
 
 
 def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:
-    """See `kernels.Kernel.refuses`. Always deterministic, any number of hops."""
+    """See `kernels.Kernel.refuses`. Deterministic where asked, any number of hops."""
     if reason := gluon.refuses(q, k, deterministic, num_hops):
         return f"kernel 'gluon_fp8' rests on another: {reason}"
     if q.shape[3] not in HEAD_DIMS:

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gluon.forward_kernel import _issue_scores, _store_lse, _store_out, _store_state, _sum_in_thread
+from ..gluon.forward_kernel import first_row, issue_scores, store_lse, store_out, store_state, sum_in_thread
 from ..gluon.walk import (
     LOG2E,
     arrive_free,
@@ -116,7 +116,7 @@ def _softmax(b_s, b_max, b_sum, rows, tables, i_tile, b_scale, MASK: gl.constexp
     b_safe = gl.where(b_new == float("-inf"), 0.0, b_new) if MASK else b_new
     b_p = gl.exp2(b_s * b_factor[:, None] - (b_safe - v_log)[:, None])
     b_shrink = gl.exp2(b_max - b_safe)
-    b_total = _sum_in_thread(b_p) * gl.exp2(-v_log)
+    b_total = sum_in_thread(b_p) * gl.exp2(-v_log)
     b_sum = b_sum * gl.convert_layout(b_shrink, gl.SliceLayout(1, b_sum.type.layout))[:, None] + b_total
     return b_p, b_new, b_sum, b_shrink
 
@@ -142,7 +142,7 @@ def _step(
     """The scores of step j and the values of step j - 1. b_shrink: of the accumulator before the values j - 1."""
     _, _, k_s, v_s, _, k_full, k_free, v_full, v_free = shared
     b_scale = _scales_of(scales, i_tile)
-    b_s = _issue_scores(b_q8, k_s, k_full, j, BK, STAGES, SL)
+    b_s = issue_scores(b_q8, k_s, k_full, j, BK, STAGES, SL)
     b_pv = _issue_values(b_p, v_s, j - 1, D, STAGES, OL)
     b_s = warpgroup_mma_wait(1, deps=[b_s])
     arrive_free(k_free, j, STAGES)
@@ -165,7 +165,7 @@ def _start(
 ):  # fmt: skip
     """(acc, maximum, sum) to start from. A normalised state is 2^CARRIED times itself at lse - CARRIED."""
     RL: gl.constexpr = gl.SliceLayout(1, SL)
-    b_sum = _sum_in_thread(gl.zeros([64, BK], gl.float32, SL))  # for its layout; four threads share a row
+    b_sum = sum_in_thread(gl.zeros([64, BK], gl.float32, SL))  # for its layout; four threads share a row
     if FIRST:
         b_acc = gl.zeros([64, D], gl.float32, OL)
         b_max = gl.full([64], float("-inf"), gl.float32, RL)
@@ -205,7 +205,7 @@ def _consumer(
         rows = (b_lo, b_hi, _quantise_queries(b_q, b_q8, D, gl.SliceLayout(1, SL)) * scale_log2)
         i_tile = tile_at(0, v0, f0, f1, v1)
         b_scale = _scales_of(scales, i_tile)
-        b_s = _issue_scores(b_q8, k_s, k_full, 0, BK, STAGES, SL)
+        b_s = issue_scores(b_q8, k_s, k_full, 0, BK, STAGES, SL)
         b_s = warpgroup_mma_wait(0, deps=[b_s])
         arrive_free(k_free, 0, STAGES)
         b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, rows, k_tiles, i_tile, b_scale, True)
@@ -222,12 +222,12 @@ def _consumer(
         b_pv = _issue_values(b_p, v_s, num_steps - 1, D, STAGES, OL)
         b_pv, b_p = warpgroup_mma_wait(0, deps=[b_pv, b_p])
         b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, OL))[:, None] + b_pv
-    b_inverse = _store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
+    b_inverse = store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
     b_acc = b_acc * gl.convert_layout(b_inverse, gl.SliceLayout(1, OL))[:, None]
     if LAST:
-        _store_out(b_q, b_acc, p_out, out_row, count, C, D, WIDTH)
+        store_out(b_q, b_acc, p_out, out_row, count, C, D, WIDTH)
     else:
-        _store_state(b_acc, p_state, state_row, count, C, D, WIDTH, OL)
+        store_state(b_acc, p_state, state_row, count, C, D, WIDTH, OL)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_heads", "group", "num_rows", "num_slots", "together"])
@@ -244,14 +244,9 @@ def attend_fp8(
     row, _, count, v0, f0, f1, v1, _ = job
     i_b = i_bh // num_heads
     i_h = i_bh % num_heads
-    o_b = i_b.to(gl.int64)
-    o_h = i_h.to(gl.int64)
-    o_row = row.to(gl.int64)
     i_g = i_h // group
-    p_state = state[0] + (o_b * state[1] + o_row * state[2] + o_h * state[3])
-    p_out = out[0] + (o_b * out[1] + o_row * out[2] + o_h * out[3])
-    p_lse = lse + (i_bh.to(gl.int64) * num_rows + row)
-    p_scales = scales + (o_b * (num_heads // group) + i_g) * (2 * num_slots)
+    p_state, p_out, p_lse = first_row(state, out, lse, i_b, i_h, row, num_heads, num_rows)
+    p_scales = scales + (i_b.to(gl.int64) * (num_heads // group) + i_g) * (2 * num_slots)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, 64, D], q_desc.layout)
     Q8: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], gl.float8e4nv)

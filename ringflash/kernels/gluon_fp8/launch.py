@@ -12,12 +12,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...mask import View
-from ..gluon.launch import descriptor, jobs_by_query, sharpened, walkable
+from ..gluon.launch import descriptor, evening_heads, jobs_by_query, walkable
 from ..gluon.tiling import columns
+from ..scaling import positive
 from ..trimming import trimmed
 from ..triton.launch import LOG2E, grid, rows_argument
 from . import forward_kernel, quantise_kernel
-from .tiling import BLOCK_K, BLOCK_Q, NUM_SMS, REGISTERS, STAGES
+from .tiling import BLOCK_K, BLOCK_Q, REGISTERS, STAGES
 
 
 class Work(NamedTuple):
@@ -25,7 +26,7 @@ class Work(NamedTuple):
 
     tables: lo, hi, q_tiles, k_tiles, jobs (`walk.job_and_head`), on the device
     num_tiles: how many query tiles; num_busy: how many of them, first in order, see anything
-    together: how many heads end the grid together, as in `gluon.launch.Work`
+    together: how many heads end the grid together, see `gluon.launch.evening_heads`
     """
 
     tables: tuple[torch.Tensor, ...]
@@ -43,10 +44,9 @@ class Work(NamedTuple):
         host: Any = view.tiles(BLOCK_Q, BLOCK_K)
         ranges = host.q_ranges
         lengths = ranges[:, 3] - ranges[:, 0]
-        num_busy, longest, total = int((lengths > 0).sum()), int(lengths.max(initial=0)), int(lengths.sum())
-        together = -(-2 * NUM_SMS * longest // total) if longest * num_busy > 1.25 * total else 1
         jobs = torch.from_numpy(jobs_by_query(host, BLOCK_K)).to(device)
-        return cls((*view.bounds(device), made.q_tiles, made.k_tiles, jobs), len(ranges), num_busy, together)
+        tables = (*view.bounds(device), made.q_tiles, made.k_tiles, jobs)
+        return cls(tables, len(ranges), int((lengths > 0).sum()), evening_heads(lengths))
 
     @property
     def q_tiles(self) -> torch.Tensor:
@@ -124,7 +124,7 @@ def attend(
     """The first num_tiles query tiles, longest first, against keys and values that are quantised. ends: first, last."""
     batch, num_rows, heads, width = q.shape
     num_groups, num_slots, num_columns = keys.k.shape[1], keys.scales.shape[2], columns(width)
-    q, scale = sharpened(q, scale)
+    q, scale = positive(q, scale)
     forward_kernel.attend_fp8[grid(num_tiles, batch, heads)](
         descriptor(walkable(q), 64), _boxes(keys.k, BLOCK_K, num_columns), _boxes(keys.v, num_columns, BLOCK_K),
         keys.scales, rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,

@@ -12,6 +12,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...mask import View
+from ..scaling import positive
 from ..trimming import trimmed
 from . import backward_kernels, forward_kernel
 from .tiling import Card, Tiling, columns, tiling
@@ -142,18 +143,11 @@ def grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
     return (programs,)
 
 
-def sharpened(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """(q, scale) with the same products and a scale > 0, so that maxima may be taken before scaling."""
-    if scale > 0.0:
-        return q, scale
-    return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
-
-
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
     """Launch `forward_kernel.attend`. See `kernels.Kernel.forward`."""
     keys, view = trimmed(view).keys, trimmed(view).of_keys
     k, v = k[:, keys], v[:, keys]
-    q, scale = sharpened(q, scale)
+    q, scale = positive(q, scale)
     batch, num_rows, heads, _ = q.shape
     num_keys, groups = k.shape[1:3]
     work = Work.of("forward", q, view)

@@ -19,6 +19,7 @@ import torch
 import triton
 
 from ...mask import View, intervals, positions
+from ..scaling import positive
 from ..trimming import trimmed
 from . import launch, specialised_kernel
 from .tiling import Card, Tiling
@@ -195,7 +196,7 @@ def split(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) 
     num_tiles = seen.num_tiles if first or last else seen.num_busy
     if not num_tiles:
         return
-    q, scale = launch.sharpened(q, scale)
+    q, scale = positive(q, scale)
     batch, num_rows, heads, width = q.shape
     call = functools.partial(
         specialised_kernel.attend[launch.grid(num_tiles, batch, heads)],
