@@ -151,12 +151,23 @@ def speeds() -> str:
 
 
 def speed() -> str:
-    """The picture of the README."""
-    rows = [row for row in rows_of("attention") if row["head_dim"] == 128 and row["heads"] == row["kv_heads"]]
+    """The table and, once it is measured, the picture of the README."""
+    rows = [
+        row for row in rows_of("attention_bars") if row["kernel"] == "gluon" and not row["form"] and row.get("to_cudnn")
+    ]
     if not rows:
-        return unmeasured("python benchmarks/attention.py")
+        return unmeasured("python benchmarks/attention.py --bars")
+    lengths = sorted({row["length"] for row in rows})
+    cells: dict[tuple, dict[int, str]] = {}
+    for row in rows:
+        case = row["direction"], row["head_dim"], row["mask"]
+        cells.setdefault(case, {})[row["length"]] = f"{row['tflops']:.0f} ({row['to_cudnn']:.2f})"
+    lines = [[*map(str, case), *(found.get(length, "") for length in lengths)] for case, found in sorted(cells.items())]
+    head = ["direction", "D", "mask", *(f"{length // 1024}k" for length in lengths)]
+    by_length = [row for row in rows_of("attention") if row["head_dim"] == 128 and row["heads"] == row["kv_heads"]]
     words = "TFLOP/s by length of ringflash, cuDNN, FlashAttention and FlexAttention"
-    return f"![{words}](docs/images/attention_d128.svg)\n\nHead dimension 128, bf16. {sources(rows)}\n"
+    picture = f"\n![{words}](docs/images/attention_d128.svg)\n\n{sources(by_length)}\n" if by_length else ""
+    return f"{table(head, lines)}\n{sources(rows)}\n{picture}"
 
 
 def traffic() -> str:

@@ -44,7 +44,7 @@ def measured(tmp_path, monkeypatch):
     shutil.copy(ROOT / "README.md", tmp_path)
     where = {"command": "python x.py", "commit": "abc", "hardware": "a card", "date": "2000-01-01"}
     case = {"head_dim": 128, "heads": 16, "kv_heads": 16, "batch": 1, "mask": "full", "direction": "forward"}
-    speeds = [case | {"kernel": kernel, "form": "", "length": length, "tflops": 111.0 + length}
+    speeds = [case | {"kernel": kernel, "form": "", "length": length, "tflops": 111.0 + length, "to_cudnn": 1.25}
               for kernel in ("gluon", "cudnn") for length in (4096, 8192)]  # fmt: skip
     speeds += [case | {"kernel": "fa4", "form": "", "length": 4096, "error": "not installed"}]
     shape = {"name": "GPT-2", "batch": 2, "length": 1024, "heads": 16, "head_dim": 64, "once_bytes": 10, "ms": 1.0}
@@ -72,6 +72,7 @@ def test_new_results_make_documents_and_pictures_stale_until_they_are_rendered(m
     assert render(measured, "--check").returncode == 0
     readme, results = (measured / "README.md").read_text(), (measured / "docs/results.md").read_text()
     assert "docs/images/attention_d128.svg" in readme and "python x.py" in readme
+    assert "| forward | 128 | full | 4207 (1.25) | 8303 (1.25) |" in readme
     assert "| 128 | 16:16 | full | forward | 4096 | 4207 | 4207 | - |" in results
     counted = (measured / "docs/traffic.md").read_text()
     assert "12.0 times fewer bytes" in counted and "Ours moves 1.00 to 1.00 times each tensor once" in counted
