@@ -119,6 +119,13 @@ def test_R13_under_autocast_inputs_are_cast_and_gradients_come_back_in_their_own
         assert leaf.grad.dtype == leaf.dtype and torch.equal(leaf.grad, half.grad.to(leaf.dtype))
 
 
+def test_fp64_is_refused_under_autocast_too():
+    tensors = [x.double() for x in inputs(8)[:3]]
+    for function in (ringflash.attention, ringflash.explain):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"q is torch\.float64, k is"):
+            function(*tensors)
+
+
 def test_without_autocast_mixed_types_are_refused():
     q, k, v, *_ = inputs(8)
     with pytest.raises(TypeError, match=r"q is torch.float32, k is torch.float32, v is torch.bfloat16; all three must"):
