@@ -92,7 +92,7 @@ def compare(kernel: str, tensors, dtype: torch.dtype, *, size: int = 1, layout: 
     assert all(value <= TOLERANCE[dtype] for value in errors.values()), errors
 
 
-@pytest.mark.parametrize("layout, size", [("contiguous", 1), *((layout, 3) for layout in ringflash.LAYOUTS)])
+@pytest.mark.parametrize("layout, size", [("contiguous", 1), ("zigzag", 3)])  # test_kernel_sdpa.py has every layout
 @pytest.mark.parametrize("name", MASKS)
 def test_every_ring_equals_the_reference(kernel, name, layout, size, monkeypatch):
     monkeypatch.setattr(pieces, "MOST", 1000)
