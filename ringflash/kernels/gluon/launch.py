@@ -75,7 +75,8 @@ def flat(x: torch.Tensor, rows: int) -> TensorDescriptor:
 class Work(NamedTuple):
     """What one kernel has to do for one view, without heads and batch; made once a view. Tensors are on the device.
 
-    lo, hi: int32 [L]; q_tiles, k_tiles: see `mask.Tiles`; jobs: int32 [num_tiles, 8], see `walk.job_and_head`
+    kernel: a key of TILINGS; lo, hi: int32 [L]; q_tiles, k_tiles: see `mask.Tiles`
+    jobs: int32 [num_tiles, 8], see `walk.job_and_head`
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
     num_steps: how many tiles all its programs visit together
     regular: key tile i starts at i * block_k
@@ -83,6 +84,7 @@ class Work(NamedTuple):
     bounds: int32 [num query tiles, 2, block_q], lo and hi tile by tile, (0, 0) behind a short tile's end
     """
 
+    kernel: str
     tiling: Tiling
     lo: torch.Tensor
     hi: torch.Tensor
@@ -116,7 +118,7 @@ class Work(NamedTuple):
         lengths = ranges[:, 3] - ranges[:, 0]
         num_busy = int((lengths > 0).sum())
         return cls(
-            tiles, *view.bounds(device), made.q_tiles, made.k_tiles, torch.from_numpy(jobs).to(device),
+            kernel, tiles, *view.bounds(device), made.q_tiles, made.k_tiles, torch.from_numpy(jobs).to(device),
             len(ranges), num_busy, int(lengths.sum()), regular, evening_heads(lengths),
             torch.from_numpy(bounds).to(device),
         )  # fmt: skip
@@ -151,17 +153,17 @@ def stays(kernel: str, q: torch.Tensor, view: View, num_heads: int) -> Work | No
     return work if is_short and work.num_tiles * num_heads >= 2 * num_sms(q.device) else None
 
 
-def all_turns(kernel: str, view: View, work: Work, num_tiles: int, batch: int, heads: int, section: int):
-    """`turns.turns` of the first num_tiles jobs of the kernel's form in turns, on the device; made once a view."""
+def all_turns(view: View, work: Work, num_tiles: int, *, batch: int, heads: int, section: int) -> torch.Tensor:
+    """`turns.turns` of the first num_tiles jobs, on the device; made once a view."""
     tiles, device = work.tiling, work.jobs.device
 
     def make() -> torch.Tensor:
         host: Any = view.tiles(tiles.block_q, tiles.block_k, aligned=True)
-        jobs = jobs_of(kernel, view, host, tiles)[:num_tiles]
+        jobs = jobs_of(work.kernel, view, host, tiles)[:num_tiles]
         together = min(max(section, 2), batch * heads)  # after one head alone, programs would not end together
         return torch.from_numpy(turns(jobs, batch, heads, together, num_sms(device))).to(device)
 
-    return view.memo(("turns", kernel, tiles, device, num_tiles, batch, heads, section), make)
+    return view.memo(("turns", work.kernel, tiles, device, num_tiles, batch, heads, section), make)
 
 
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
@@ -179,7 +181,7 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     run, programs, jobs = forward_kernel.attend, grid(num_tiles, batch, heads), work.jobs
     ends = [work.section(heads, k.shape[2], k, v)]
     if in_turns:
-        jobs = all_turns("forward in turns", view, work, num_tiles, batch, heads, *ends)
+        jobs = all_turns(view, work, num_tiles, batch=batch, heads=heads, section=ends[0])
         run, programs, num_tiles, ends = forward_in_turns_kernel.attend_in_turns, (num_sms(q.device),), len(jobs), []
     run[programs](
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
@@ -247,7 +249,7 @@ def _by_key_tile(
         extra = [descriptor(target, tiles.block_q, 2)]
     ends = [work.section(groups, groups, *shared)]
     if in_turns:
-        jobs = all_turns("fused in turns", view, work, num_tiles, batch, groups, *ends)
+        jobs = all_turns(view, work, num_tiles, batch=batch, heads=groups, section=ends[0])
         run, programs = fused_in_turns_kernel.all_gradients_in_turns, (num_sms(q.device),)
         num_tiles, ends = len(jobs), []
     run[programs](
