@@ -9,8 +9,8 @@ All contenders of a cell run once a round, A B C A B C, so that they meet the sa
 mean anything. A time is all that the GPU does in `ringflash.attention`, or in `torch.autograd.grad` for the backward:
 a CUDA graph of the call, between CUDA events, with the L2 flushed before; the call itself where `replayed` is false.
 What it takes the host stands beside it as `host_us`, and is hidden wherever the host runs ahead. TFLOP/s count visible
-pairs, and 2.5 forwards for a backward, whatever a kernel multiplies. A cell whose rows are in the output is skipped: run
-again to go on. bf16, normal inputs.
+pairs, and 2.5 forwards for a backward, whatever a kernel multiplies. A cell whose rows are in the output is skipped.
+bf16, normal inputs.
 """
 
 from __future__ import annotations
