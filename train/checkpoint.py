@@ -89,11 +89,11 @@ def whole(folder: Path) -> tuple[list[Found], list[str]]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder for the files of a step; what was cut off earlier goes. Raises: OSError."""
+    """An empty folder for the files of a step; what was cut off earlier goes, if it can. Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(f"step-*{PARTIAL}"):
-        shutil.rmtree(path)
     partial = folder / f"step-{step:08}{PARTIAL}"
+    for path in folder.glob(f"step-*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=path != partial)
     partial.mkdir()
     return partial
 

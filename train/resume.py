@@ -7,6 +7,7 @@ import difflib
 import random
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from .world import World
 
 FIXED = (
     "model.",
-    "sequence.length",
     "optimizer.name",
     "optimizer.betas",
     "optimizer.eps",
@@ -37,7 +37,7 @@ FREE = ("checkpoint.", "metrics.", "launch.", "slurm.", "kubernetes.")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be saved; the message is one sentence, the same on all ranks."""
+    """A checkpoint that could not be saved, in one sentence: the same on all ranks, but for one that waited in vain."""
 
 
 class Progress(NamedTuple):
@@ -108,8 +108,8 @@ class Saver:
         if chosen is None:
             return Progress(0, 0)
         path, manifest = chosen
+        self._windows.restore(manifest.data)  # before gigabytes are read: other data are refused here
         self._engine.load(path)
-        self._windows.restore(manifest.data)
         set_random_states(self._engine.read(path / f"rank-{self._world.rank:05}.pt"), self._world.device)
         return Progress(manifest.step, manifest.tokens_seen)
 
@@ -142,15 +142,13 @@ class Saver:
         return chosen
 
     def _manifest(self, progress: Progress, files: dict[str, int]) -> Manifest:
-        import deepspeed
-
         return Manifest(
             step=progress.step,
             tokens_seen=progress.tokens_seen,
             data=self._windows.state(),
             mesh=self._mesh,
             config=self._config.model_dump(mode="json"),
-            versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__},
+            versions={name: version(name) for name in ("torch", "deepspeed")},
             files=files,
         )
 
