@@ -84,7 +84,7 @@ def write(folder: Path, pieces: list[Piece], values: dict[str, Any], group: dist
     """Write a checkpoint's files and wait until they are on disk. All ranks must call it.
 
     pieces: see `shared_out`, on the CPU; values: name -> tensors and plain values of this rank alone
-    returns file name -> bytes, of all ranks, on the first one, which may give the folder another name; nothing elsewhere
+    returns file name -> bytes, of all ranks, on the first one, which may rename the folder; nothing elsewhere
     Raises: StorageError. RuntimeError if a rank does not come.
     """
     planner = _Saved(pieces, values)
