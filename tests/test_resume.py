@@ -136,10 +136,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(pool, texts, tmp
         assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("moment", ["before", "file"])
-def test_R76_killed_in_a_file_of_the_second_save(pool, texts, tmp_path, moment):
+def test_R76_killed_in_a_file_of_the_second_save_and_in_the_next_load(pool, texts, tmp_path):
     config = config_of(texts, tmp_path, steps=2)
-    ends = pool(2).outcomes(saving.die, config, moment)
+    ends = pool(2).outcomes(saving.die, config)
     assert "rank 1 died" in str(ends[1])
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step-00000001", "step-00000002.partial"]
     assert "rank 1 died" in str(pool(2).outcomes(saving.die_loading, config)[1])
