@@ -9,7 +9,7 @@ import pytest
 import saving
 import training
 
-PAIRS = [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "float32")]
+PAIRS = [(0, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "float32")]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_R82_R83_another_mesh_number_of_processes_and_stage_go_on(pool, texts, t
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(pool, texts, tmp_path, whole):
-    config, _ = whole(1, "float32")
+    config, _ = whole(3, "float32")
     step = config.checkpoint_dir / "step-00000004"
     refused = {
         "was saved behind step 4, train.steps = 3 is less": {"steps": 3},
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(pool, texts, tmp
         "starts behind step 2, but checkpoint.dir": {"resume": str(step.with_name("step-00000002"))},
     }
     for message, changes in refused.items():
-        changed = config_of(texts, config.metrics.dir, **{"zero": 1} | changes)
+        changed = config_of(texts, config.metrics.dir, **{"zero": 3} | changes)
         said = pool(2)(saving.refusal, changed)
         assert message in said[0]
         assert said[0] == said[1]
@@ -177,9 +177,9 @@ def test_a_folder_that_cannot_be_written_is_one_sentence_on_all(pool, texts, tmp
 
 def test_R89_saved_and_loaded_without_a_step(pool, texts, tmp_path):
     saved = []
-    for zero in (0, 1, 3, 2, 2):
+    for zero in (1, 3, 2, 1):
         resume = str(saved[-1][0]) if saved else "auto"
-        config = config_of(texts, tmp_path / str(len(saved)), zero=zero, resume=resume)
+        config = config_of(texts, tmp_path / str(len(saved)), zero=zero, dtype="bfloat16", resume=resume)
         weights = pool(2)(saving.idle, config)
         saved.append((config.checkpoint_dir / "step-00000000", weights))
     states = [saving.state_of(path) for path, _ in saved]
@@ -191,7 +191,7 @@ def test_R89_saved_and_loaded_without_a_step(pool, texts, tmp_path):
 
 @pytest.mark.parametrize(("name", "zipped"), [(".metadata", False), ("__1_0.distcp", True), ("__0_0.distcp", False)])
 def test_a_program_in_a_checkpoint_does_not_run(pool, texts, tmp_path, whole, name, zipped):
-    config, _ = whole(1, "float32")
+    config, _ = whole(3, "float32")
     step = crash(config, tmp_path / "crashed") / "step-00000002"
     said = pool(2)(saving.bombed, config_of(texts, tmp_path / "crashed"), step, name, zipped)
     assert said[0] == said[1]

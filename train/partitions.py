@@ -92,7 +92,7 @@ class Partitions:
         place = parameter._hp_mapping
         if place is None:
             return None
-        flat = self._outer.single_partition_of_fp32_groups[place.param_group_index]
+        (flat,) = self._optimizer.param_groups[place.param_group_index]["params"]
         inside, outside = place.hp_fragment_address, place.lp_fragment_address
         return Master(flat, inside.start, outside.start, outside.numel)
 
