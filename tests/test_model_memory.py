@@ -63,7 +63,10 @@ def expected(family):
     torch.manual_seed(3)
     config = config_of(family)
     decoder = model.build_decoder(
-        model.config_of(config.model), dtype=torch.float32, attention="eager", device=torch.device("cpu")
+        model.config_of(config.model, training.LENGTH),
+        dtype=torch.float32,
+        attention="eager",
+        device=torch.device("cpu"),
     )
     ids, labels = batch()
     total = torch.zeros(())
@@ -138,7 +141,7 @@ def test_same_seed_same_weights():
 )
 def test_R110_unknown_key_of_the_model(key, message):
     with pytest.raises(ValueError, match="^" + message.replace("?", r"\?")):
-        model.config_of(config_of(**{key: 1}).model)
+        model.config_of(config_of(**{key: 1}).model, training.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -151,4 +154,4 @@ def test_R110_unknown_key_of_the_model(key, message):
 )
 def test_R68_what_would_be_ignored_is_refused(family, key, value):
     with pytest.raises(ValueError, match=rf"model.config.{key} = {value}: .*; leave it out"):
-        model.config_of(config_of(family, **{key: value}).model)
+        model.config_of(config_of(family, **{key: value}).model, training.LENGTH)

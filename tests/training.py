@@ -165,7 +165,7 @@ def train_alone(config: Config, labels: str) -> dict[str, Any]:
     """The same steps in this process, without ring, DeepSpeed, packing or chunks."""
     torch.manual_seed(config.train.seed)
     decoder = model.build_decoder(
-        model.config_of(config.model), dtype=torch.float32, attention="eager", device=torch.device("cpu")
+        model.config_of(config.model, LENGTH), dtype=torch.float32, attention="eager", device=torch.device("cpu")
     )
     optimizer = optimizer_of(decoder.parameters(), config.optimizer)
     result: dict[str, Any] = {"loss": [], "grad_norm": []}

@@ -88,7 +88,7 @@ def check_attention(config: Config, world: World) -> None:
     Raises: ValueError naming the largest error and the first layer that is off, on every rank alike.
     """
     dtype = models.DTYPES[config.model.dtype]
-    small = small_config(models.config_of(config.model))
+    small = small_config(models.config_of(config.model, config.sequence.length))
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens = TOKENS_PER_RANK * world.ring.size
     ids = torch.randint(small.vocab_size, (1, tokens), generator=generator).to(world.device)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from .pretrained import resolve
 from .refusal import ConfigError
 from .run import Config
 from .sections import Source
@@ -31,6 +32,7 @@ def check_paths(config: Config) -> None:
             raise ConfigError(
                 f"checkpoint.dir = {str(config.checkpoint_dir)!r} cannot be written: {error.strerror}"
             ) from None
+    resolve(config)
     for index, source in enumerate(config.data.all_sources):
         _check_source(source, f"data.sources.{index}" if config.data.sources else "data")
     if config.data.tokenizer != "bytes" and not Path(config.data.tokenizer).is_dir():
