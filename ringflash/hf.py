@@ -1,7 +1,8 @@
 """The attention implementation "ring" for transformers models: an attention function and a mask function.
 
-`freeze_rope` makes rotary frequencies the same on every rank. `register` puts both functions where transformers looks them up by name; no model is patched. What a model asks for and a ring
+`register` puts both where transformers looks them up by name; no model is patched. What a model asks for and a ring
 cannot do exactly is refused, naming the layer and the argument. transformers is imported by `register` alone.
+`freeze_rope` changes a config so that no rotary frequency depends on the rank.
 
 Letters: B batch, L local tokens, H query heads, G key/value heads, D head dimension.
 """

@@ -58,6 +58,7 @@ def config_of(model: Model, length: int) -> Any:
     """
     from transformers import AutoConfig
 
+    assert model.architecture is not None, "a folder is looked at by config.resolve before"
     if model.pretrained is None:
         _check_keys(model, AutoConfig.for_model(model.architecture).to_dict())
     config = AutoConfig.for_model(model.architecture, **copy.deepcopy(model.config))

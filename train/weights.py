@@ -90,7 +90,7 @@ class Folder:
 
     def _find(self, name: str) -> Any:
         file = self._open(self._places[name])
-        if name not in file.keys():  # noqa: SIM118: a handle, not a dict
+        if name not in set(file.keys()):
             raise ValueError(f"{self.path / self._places[name]} does not hold {name}, which {INDEX} puts there")
         return file
 
@@ -149,7 +149,7 @@ def check_folder(folder: Folder, model: Any) -> None:
 
 
 def fill_from(folder: Folder, model: Any) -> Callable[[str, nn.Module], None]:
-    """For `materialize`: parameters from a folder that `check_folder` has passed, buffers as the model computes them."""
+    """For `materialize`: parameters from a folder that `check_folder` has passed, buffers as the model has them."""
 
     def fill(name: str, module: nn.Module) -> None:
         if any(buffer is not None for buffer in module._buffers.values()):

@@ -55,7 +55,7 @@ class Model(Section):
     architecture: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text"] | None = None
     """`model_type` of a decoder model of transformers; left out: that of pretrained."""
     config: dict[str, Any] = {}
-    """The table [model.config], handed to `AutoConfig.for_model`; with pretrained: what differs from its config.json."""
+    """The table [model.config], handed to `AutoConfig.for_model`; with pretrained: changes of its config.json."""
     dtype: Literal["float32", "bfloat16"]
     """Type of the parameters in forward and backward; the optimizer's copy is float32."""
     rope: Rope = Rope()
