@@ -68,7 +68,7 @@ def config_of(
         "launch": {"processes_per_node": data_size * ring_size * ulysses},
     }
     for section, keys in changes.items():
-        tables[section] = tables.get(section, {}) | keys
+        tables[section] = ({} if "pretrained" in keys else tables.get(section, {})) | keys
     return Config.model_validate(tables)
 
 
@@ -161,22 +161,23 @@ def train(config: Config, labels: str) -> dict[str, Any]:
     }
 
 
-def train_alone(config: Config, labels: str) -> dict[str, Any]:
-    """The same steps in this process, without ring, DeepSpeed, packing or chunks."""
+def train_alone(config: Config, labels: str, decoder: Any = None) -> dict[str, Any]:
+    """The same steps in this process, without ring, DeepSpeed, packing or chunks. decoder: left out, random weights."""
     torch.manual_seed(config.train.seed)
-    decoder = model.build_decoder(
+    decoder = decoder or model.build_decoder(
         model.config_of(config.model, LENGTH), dtype=torch.float32, attention="eager", device=torch.device("cpu")
     )
-    optimizer = optimizer_of(decoder.parameters(), config.optimizer)
+    trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+    optimizer = optimizer_of(trained, config.optimizer)
     result: dict[str, Any] = {"loss": [], "grad_norm": []}
     for step, batch in enumerate(batches_of(config, labels), 1):
         valid = max(sum(sequence.valid_targets for sequence in batch), 1)
         documents = config.data.document_mask
         loss = sum(_loss_alone(decoder, sequence, documents=documents) for sequence in batch) / valid
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters()])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
         if config.optimizer.clip_norm:
-            torch.nn.utils.clip_grad_norm_(decoder.parameters(), config.optimizer.clip_norm)
+            torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip_norm)
         optimizer.param_groups[0]["lr"] = learning_rate(step, config.optimizer, steps=config.train.steps)
         optimizer.step()
         optimizer.zero_grad()
