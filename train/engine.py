@@ -44,7 +44,7 @@ class Engine:
         numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
         engine = deepspeed.initialize(
             model=model,
-            optimizer=optimizer_of(model.parameters(), config.optimizer),
+            optimizer=optimizer_of([p for p in model.parameters() if p.requires_grad], config.optimizer),
             config=deepspeed_config(config, batch, numel=numel),
             dist_init_required=False,
         )[0]

@@ -53,7 +53,10 @@ def prepare(config: Config, world: World) -> Run:
     if config.train.self_test:
         probe.check_attention(config, world)
         probe.check_gradient(config, world)
-    engine = Engine(model.build(config, world.device, cutter(config, batch)), config, batch, world)
+    built = model.build(config, world.device, cutter(config, batch))
+    if config.train.trainable == "lora":
+        shape = shape.with_adapters(model.num_trained(built))
+    engine = Engine(built, config, batch, world)
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import ringflash
 
-from . import weights
+from . import lora, weights
 from .config import MODEL_REFUSED, Config, Memory, Model, Rope
 from .loss import LossHead
 
@@ -109,15 +109,18 @@ def build(config: Config, device: torch.device, cut: Callable[[nn.Module], None]
     """The model of a run with the weights of model.pretrained, or random ones drawn from train.seed, on every rank.
 
     cut: see `weights.materialize`
-    The ring must be registered with `ringflash.hf` first. Raises: ValueError, see `config_of`, `weights.check_folder`.
+    The ring must be registered with `ringflash.hf` first. Raises: ValueError, see `config_of`, `lora.add`,
+        `weights.check_folder`.
     """
     model = on_meta(
         config_of(config.model, config.sequence.length), dtype=DTYPES[config.model.dtype], attention=ATTENTION
     )
+    if config.train.trainable == "lora":
+        lora.add(model, config.lora)
     set_checkpointing(model, config.memory)
     model.set_output_embeddings(LossHead(model.get_output_embeddings().weight, config.memory.loss_chunk))
+    torch.manual_seed(config.train.seed)
     if config.model.pretrained is None:
-        torch.manual_seed(config.train.seed)
         fill = weights.fill_at_random(model)
     else:
         folder = weights.Folder(Path(config.model.pretrained))
@@ -125,6 +128,11 @@ def build(config: Config, device: torch.device, cut: Callable[[nn.Module], None]
         fill = weights.fill_from(folder, model)
     weights.materialize(model, device, fill, cut)
     return RingModel(model).train()
+
+
+def num_trained(model: nn.Module) -> int:
+    """Parameters that get gradients, also where a rank holds a part of them."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
 
 
 def build_decoder(config: Any, *, dtype: torch.dtype, attention: str, device: torch.device) -> Any:

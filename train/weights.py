@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import lora
+
 INDEX = "model.safetensors.index.json"
 """File that says which shard holds which tensor."""
 
@@ -126,7 +128,8 @@ def check_folder(folder: Folder, model: Any) -> None:
     wanted = {
         part: tuple(parameter[index].shape)
         for name, parameter in model.named_parameters()
-        for part, index in parts(name, parameter.shape)
+        if not lora.is_adapter(name)
+        for part, index in parts(lora.plain(name), parameter.shape)
     }
     tied = dict(model.all_tied_weights_keys) if model.config.tie_word_embeddings else {}
     missing = [name for name in wanted if name not in folder]
@@ -149,14 +152,16 @@ def check_folder(folder: Folder, model: Any) -> None:
 
 
 def fill_from(folder: Folder, model: Any) -> Callable[[str, nn.Module], None]:
-    """For `materialize`: parameters from a folder that `check_folder` has passed, buffers as the model has them."""
+    """For `materialize`: parameters from a folder that `check_folder` has passed, adapters as they begin."""
 
     def fill(name: str, module: nn.Module) -> None:
+        if lora.is_adapter(name):
+            return lora.fill(name, module)
         if any(buffer is not None for buffer in module._buffers.values()):
             model._init_weights(module)
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                for part, index in parts(f"{name}.{key}" if name else key, parameter.shape):
+                for part, index in parts(lora.plain(f"{name}.{key}"), parameter.shape):
                     parameter[index].copy_(folder.read(part))
 
     return fill

@@ -163,6 +163,13 @@ def _check_rope(config: "Config") -> None:
         )
 
 
+def _check_trainable(config: "Config") -> None:
+    if config.train.trainable == "lora" and config.model.pretrained is None:
+        raise ConfigError("train.trainable = 'lora' needs model.pretrained: adapters of random weights are of no use")
+    if config.train.trainable != "lora" and "lora" in config.model_fields_set:
+        raise ConfigError(f"[lora] is given but train.trainable = {config.train.trainable!r} does not use it")
+
+
 def _check_gradients(config: "Config") -> None:
     if config.parallel.zero == 0 and config.model.dtype == "bfloat16":
         raise ConfigError(
@@ -267,6 +274,7 @@ RULES: tuple[Callable[["Config"], None], ...] = (
     _check_data,
     _check_source_of_model,
     _check_rope,
+    _check_trainable,
     _check_shape,
     _check_vocabulary,
     _check_refused,

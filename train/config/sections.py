@@ -161,6 +161,8 @@ class Train(Section):
     """Sequences a forward pass of one data replica; 1 where attention stays inside documents."""
     accumulation: Count | None = None
     """Forward passes a step of one data replica."""
+    trainable: Literal["all", "lora"] = "all"
+    """What is trained: all weights, or the low-rank adapters of [lora] beside frozen weights of model.pretrained."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the weights and of the order of the documents."""
     deterministic: bool = False
@@ -169,6 +171,19 @@ class Train(Section):
     """Seconds after which a rank that waits for another gives up."""
     self_test: bool = True
     """Whether the run starts with the probe that compares the engine's gradient with the closed form."""
+
+
+class Lora(Section):
+    """Read when train.trainable is "lora". There is no dropout: ranks would draw different numbers."""
+
+    rank: Count = 16
+    """Width of the adapters."""
+    alpha: Count = 32
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: Annotated[list[str], Field(min_length=1)] = [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+    """Last words of the names of the layers that get an adapter."""
 
 
 class Memory(Section):
