@@ -41,6 +41,7 @@ def train_with_probes(config):
     return refusal, training.train(config, "sparse")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for the old name
 @pytest.mark.parametrize(("mesh", "zero"), [((1, 2, 1), 0), ((2, 1, 1), 2), ((1, 2, 1), 3)])
 def test_adapters_train_as_with_peft_in_one_process(pool, texts, folder, mesh, zero):
     config = adapted(folder, texts, mesh=mesh, zero=zero)
@@ -96,10 +97,10 @@ def test_a_frozen_head_gets_no_gradient_and_the_states_do():
 
 
 def test_R110_what_does_not_go_together(folder, texts):
-    with pytest.raises((ConfigError, ValueError), match="train.trainable = 'lora' needs model.pretrained"):
+    with pytest.raises((ConfigError, ValueError), match=r"train.trainable = 'lora' needs model.pretrained"):
         training.config_of(texts, train={"trainable": "lora"})
     with pytest.raises((ConfigError, ValueError), match=r"\[lora\] is given but train.trainable = 'all'"):
         training.config_of(texts, lora={"rank": 2})
     config = adapted(folder, texts).model_copy(update={"lora": model.lora.Lora(targets=["qproj"])})
-    with pytest.raises(ValueError, match="lora.targets holds 'qproj', .* accepted is down_proj, gate_proj, k_proj"):
+    with pytest.raises(ValueError, match=r"lora.targets holds 'qproj', .* accepted is down_proj, gate_proj, k_proj"):
         model.build(config, torch.device("cpu"))
