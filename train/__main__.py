@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from . import loop, verdict, world
 from .config import check_paths, load, resolve
-from .resume import CheckpointError
+from .saver import CheckpointError
 
 GRACE_S = 5
 """How long a refused rank waits for the first rank of its node to say why."""

@@ -1,4 +1,4 @@
-"""DeepSpeed: its config made from ours, the scale of the loss, the gradient norm. No other file knows DeepSpeed.
+"""DeepSpeed: its config made from ours, the scale of the loss, the gradient norm. Only `partitions` knows it too.
 
 All ranks, data x ring x Ulysses, are one ZeRO world. DeepSpeed averages gradients over ranks and accumulation steps;
 the loss is scaled so that what remains is the gradient of the mean over all valid targets. Called by `loop`, `probe`.
@@ -6,14 +6,14 @@ the loss is scaled so that what remains is the gradient of the mean over all val
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .config import Batch, Config, Optimizer
+from .partitions import BUFFER, WEIGHT, Partitions, Piece
 from .world import World
 
 BUCKET_NUMEL = 200_000_000
@@ -33,6 +33,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: Config, batch: Batch, world: World) -> None:
         self._engine: Any = self._initialize(model, config, batch)
+        self._partitions = Partitions(self._engine, config.parallel.zero, world.rank)
         self._zero = config.parallel.zero
         self._clip_norm = config.optimizer.clip_norm
         self._accumulation = batch.accumulation
@@ -42,17 +43,12 @@ class Engine:
     def _initialize(model: nn.Module, config: Config, batch: Batch) -> Any:
         deepspeed = _deepspeed()
         numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-        engine = deepspeed.initialize(
+        return deepspeed.initialize(
             model=model,
             optimizer=optimizer_of([p for p in model.parameters() if p.requires_grad], config.optimizer),
             config=deepspeed_config(config, batch, numel=numel),
             dist_init_required=False,
         )[0]
-        from .storage import Storage
-
-        engine.checkpoint_engine = Storage()
-        engine._copy_recovery_script = lambda path: None  # no programs among the data
-        return engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -90,34 +86,19 @@ class Engine:
         self._engine.step()
         return float(self._engine.get_global_grad_norm() if norm is None else norm)
 
-    def save(self, folder: Path, *, extra: Mapping[str, Any]) -> None:
-        """Weights and optimizer, into an empty folder, in DeepSpeed's own files. All ranks must call it.
+    def pieces(self) -> list[Piece]:
+        """What this rank holds of the weights, in fp32, and of the optimizer's state, as views."""
+        return self._partitions.pieces()
 
-        extra: name -> content of this rank's other files
-        What could not be written raises nothing here, since other ranks wait: `written` tells.
+    def fill(self, kinds: Collection[str], read: Callable[[list[Piece]], None]) -> None:
+        """Take weights and optimizer from a checkpoint, before the first step. All ranks must call it.
+
+        kinds: of the tensors that it holds; read: writes into the parts of these pieces
         """
-        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
-        for name, content in extra.items():
-            self._engine.checkpoint_engine.save(content, str(folder / name))
-
-    def written(self) -> tuple[dict[str, int], str | None]:
-        """Of this rank since the last call: (name -> bytes of its files, the first error or None)."""
-        return self._engine.checkpoint_engine.taken()
-
-    def load(self, folder: Path) -> None:
-        """Take weights and optimizer from what `save` wrote, before the first step. All ranks must call it.
-
-        Raises: ValueError for a file that is broken, or holds more than tensors and plain values.
-        """
-        self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
-        if self._zero == 3:
-            # DeepSpeed leaves the small weights gathered, as no other first step finds them: its recomputing backward
-            # would meet a collective that its forward had not
-            self._engine.optimizer.checkpoint_event_prologue()
-
-    def read(self, path: Path) -> Any:
-        """The content of one of the extra files. Raises: ValueError, as `load`."""
-        return self._engine.checkpoint_engine.load(str(path), map_location="cpu")
+        self._partitions.prepare()
+        self._partitions.empty(set(kinds) - {WEIGHT, BUFFER})
+        read(self._partitions.pieces())
+        self._partitions.refresh()
 
     def close(self) -> None:
         """Let go of the model; another engine may follow in the same process."""

@@ -146,7 +146,9 @@ def write_config(config: Any, decoder: Any, settings: Model, folder: Path) -> No
 def copy_tokenizer(data: Data, settings: Model, folder: Path) -> None:
     """The tokenizer that the run read its data with; that of model.pretrained with the bytes."""
     source = settings.pretrained if data.tokenizer == "bytes" else data.tokenizer
-    for name in TOKENIZER if source is not None else ():
+    if source is None:
+        return
+    for name in TOKENIZER:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, folder / name)
 

@@ -16,8 +16,12 @@ from .config import Batch, Config
 from .data import Sequence, Window, Windows
 from .engine import Engine, cutter, learning_rate
 from .metrics import MetricsWriter, StepRecord
-from .resume import Progress, Saver
+from .resume import resume
+from .saver import Progress, Saver
 from .world import World
+
+SETTLE_S = 20
+"""How long a run that ends by an error waits for the checkpoint that is being written."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ def prepare(config: Config, world: World) -> Run:
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
     saver = Saver(config, world, engine, windows)
-    return Run(config, world, batch, engine, windows, saver, saver.resume(), shape, peak, missing)
+    progress = resume(config, world, engine, windows)
+    return Run(config, world, batch, engine, windows, saver, progress, shape, peak, missing)
 
 
 def fit(run: Run) -> None:
@@ -71,12 +76,16 @@ def fit(run: Run) -> None:
     with MetricsWriter(
         run.config, global_rank=run.world.rank, mfu_null_reason=run.peak_missing, facts=facts, after=first
     ) as metrics:
-        for step in range(first + 1, run.config.train.steps + 1):
-            record = train_step(run, step, tokens_seen=tokens_seen)
-            tokens_seen = record.tokens_seen
-            metrics.write(record)
-            if run.saver.due(step):
-                run.saver.save(Progress(step, tokens_seen))
+        try:
+            for step in range(first + 1, run.config.train.steps + 1):
+                record = train_step(run, step, tokens_seen=tokens_seen)
+                tokens_seen = record.tokens_seen
+                metrics.write(record)
+                if run.saver.due(step):
+                    run.saver.start(Progress(step, tokens_seen))
+            run.saver.wait()
+        finally:
+            run.saver.settle(SETTLE_S)
 
 
 def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:
@@ -97,7 +106,10 @@ def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:
         loss_sum += local_sum.detach()
     rate = learning_rate(step, run.config.optimizer, steps=run.config.train.steps)
     grad_norm = engine.step(rate)
-    ended = world.gather([loss_sum.item(), time.perf_counter() - start, waited, peak_memory(world.device)])
+    mine = [loss_sum.item(), time.perf_counter() - start, waited, peak_memory(world.device), run.saver.failed]
+    ended = world.gather(mine)
+    if ended[:, 4].any():
+        run.saver.wait()  # which raises on all ranks
     return StepRecord(
         step=step,
         loss_sum=float(ended[:, 0].sum()),

@@ -33,6 +33,11 @@ def check_paths(config: Config) -> None:
                 f"checkpoint.dir = {str(config.checkpoint_dir)!r} cannot be written: {error.strerror}"
             ) from None
     resolve(config)
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "no") and not Path(resume).is_dir():
+        raise ConfigError(
+            f"checkpoint.resume = {resume!r} is not a folder: 'auto', 'no' or the folder of one checkpoint is accepted"
+        )
     for index, source in enumerate(config.data.all_sources):
         _check_source(source, f"data.sources.{index}" if config.data.sources else "data")
     if config.data.tokenizer != "bytes" and not Path(config.data.tokenizer).is_dir():
