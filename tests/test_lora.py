@@ -7,8 +7,6 @@ import torch
 import training
 from conftest import error
 from peft import get_peft_model
-from test_pretrained import config_of, theirs
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from train import engine, flops, lora, loss, model, probe
 from train.config import ConfigError
@@ -23,15 +21,12 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(11)
-    path = tmp_path_factory.mktemp("llama")
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **training.LLAMA)).save_pretrained(path)
-    return path
+    return training.save_model("llama", tmp_path_factory.mktemp("llama"))
 
 
 def adapted(folder, texts, **changes):
     train = {"name": "tiny", "steps": 3, "global_batch": 4, "seed": 3, "self_test": False, "trainable": "lora"}
-    return config_of(folder, texts, train=train, lora=LORA, **changes)
+    return training.pretrained(folder, texts, train=train, lora=LORA, **changes)
 
 
 def train_with_probes(config):
@@ -47,7 +42,7 @@ def test_adapters_train_as_with_peft_in_one_process(pool, texts, folder, mesh, z
     config = adapted(folder, texts, mesh=mesh, zero=zero)
     refusal, got = pool(2)(train_with_probes, config)[0]
     assert refusal is None
-    base = theirs(folder)
+    base = training.from_folder(folder)
     peft = get_peft_model(base, lora.peft_config(config.lora))
     first = {name: weight for name, weight in got["weights"].items() if lora.is_adapter(name)}
     with torch.no_grad():

@@ -10,23 +10,10 @@ import torch
 import training
 from conftest import error
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringflash
 from train import engine, model, weights
 from train.config import ConfigError, check_paths, resolve
-
-# family -> what differs from training.LLAMA
-FAMILIES = {
-    "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-    "qwen2": {"hidden_size": 64},
-    "qwen3": {},
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
-    "mistral": {"sliding_window": 9},
-    "gemma3_text": {
-        "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
-    },
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,39 +24,16 @@ def texts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """family -> a folder with a random model in several shards, as transformers saves it."""
-    made = {}
-    for family, changes in FAMILIES.items():
-        table = training.LLAMA | changes
-        if family == "qwen2":
-            del table["head_dim"]
-        torch.manual_seed(11)
-        folder = tmp_path_factory.mktemp(family)
-        saved = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **table))
-        with torch.no_grad():
-            for parameter in saved.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))  # norms and biases too
-        saved.save_pretrained(folder, max_shard_size="40KB")
-        assert (folder / weights.INDEX).is_file()
-        made[family] = folder
-    return made
+    return {family: training.save_model(family, tmp_path_factory.mktemp(family)) for family in training.FAMILIES}
 
 
-def config_of(folder, texts=".", **changes):
-    given = {"pretrained": str(folder), "dtype": "float32"} | changes.pop("model", {})
-    return resolve(training.config_of(texts, **changes, model=given))
-
-
-def theirs(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", training.FAMILIES)
 def test_a_folder_gives_the_logits_of_transformers(folders, family):
     ring = ringflash.Ring()
     ringflash.hf.register(ring, name=model.ATTENTION)
-    built = model.build(config_of(folders[family], data={"path": "stdlib"}), torch.device("cpu"))
+    built = model.build(training.pretrained(folders[family], data={"path": "stdlib"}), torch.device("cpu"))
     ids = torch.randint(260, (1, training.LENGTH), generator=torch.Generator().manual_seed(1))
-    want = theirs(folders[family])
+    want = training.from_folder(folders[family])
     assert error(built(ids, None, ring.layout(training.LENGTH)), want(ids).logits) <= 1e-5
     got, expected = dict(built.decoder.named_parameters()), dict(want.named_parameters())
     assert got.keys() == expected.keys()
@@ -79,9 +43,9 @@ def test_a_folder_gives_the_logits_of_transformers(folders, family):
 def test_R60_R115_training_from_a_folder_equals_one_process(pool, texts, folders):
     """Ring 1 and 2, ZeRO 0 to 3; the first loss is that of transformers' own model."""
     for family, mesh, zero in [("llama", (1, 2, 1), 0), ("llama", (2, 1, 1), 3), ("qwen3_moe", (1, 2, 1), 3)]:
-        config = config_of(folders[family], texts, mesh=mesh, zero=zero)
+        config = training.pretrained(folders[family], texts, mesh=mesh, zero=zero)
         got = pool(2)(training.train, config, "sparse")[0]
-        want = training.train_alone(config, "sparse", theirs(folders[family]))
+        want = training.train_alone(config, "sparse", training.from_folder(folders[family]))
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-5), family
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5), family
         for name, weight in want["weights"].items():
@@ -169,7 +133,7 @@ def test_a_folder_that_cannot_be_trained_is_refused_before_any_gpu(copied, texts
 )
 def test_R110_an_override_that_the_weights_do_not_fit(folders, given, message):
     with pytest.raises(ConfigError, match=message):
-        config_of(folders["llama"], model=given)
+        training.pretrained(folders["llama"], model=given)
 
 
 def lack(folder):
@@ -201,7 +165,7 @@ TENSORS = {
 def test_tensors_that_are_not_the_model_s_are_refused_by_name(copied, case):
     spoil, message = TENSORS[case]
     spoil(copied)
-    config = config_of(copied, data={"path": "stdlib"})
+    config = training.pretrained(copied, data={"path": "stdlib"})
     ringflash.hf.register(ringflash.Ring(), name=model.ATTENTION)
     with pytest.raises(ValueError, match=message):
         model.build(config, torch.device("cpu"))
@@ -212,6 +176,6 @@ def test_an_override_and_an_old_buffer_are_let_pass(copied, texts):
     save_file({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, copied / "old.safetensors")
     index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = "old.safetensors"
     (copied / weights.INDEX).write_text(json.dumps(index))
-    config = config_of(copied, texts, model={"config": {"rms_norm_eps": 1e-3}})
+    config = training.pretrained(copied, texts, model={"config": {"rms_norm_eps": 1e-3}})
     ringflash.hf.register(ringflash.Ring(), name=model.ATTENTION)
     assert model.build(config, torch.device("cpu")).decoder.config.rms_norm_eps == 1e-3

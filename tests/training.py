@@ -15,11 +15,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringflash
 from ringflash import ring
-from train import data, engine, loop, model, probe, world
-from train.config import Config
+from train import data, engine, loop, model, probe, weights, world
+from train.config import Config, resolve
 from train.engine import learning_rate, optimizer_of
 
 LENGTH = 64
@@ -38,6 +39,18 @@ LLAMA = {
     "tie_word_embeddings": False,
     "initializer_range": 0.2,
 }
+
+# family -> what differs from LLAMA
+FAMILIES = {
+    "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "qwen2": {"hidden_size": 64},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    "mistral": {"sliding_window": 9},
+    "gemma3_text": {
+        "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 
 OPTIMIZERS = {
     "sgd": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "warmup_steps": 2, "schedule": "linear"},
@@ -70,6 +83,30 @@ def config_of(
     for section, keys in changes.items():
         tables[section] = ({} if "pretrained" in keys else tables.get(section, {})) | keys
     return Config.model_validate(tables)
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """A random model of a family in several shards, as transformers saves it."""
+    table = {key: value for key, value in (LLAMA | FAMILIES[family]).items() if (family, key) != ("qwen2", "head_dim")}
+    torch.manual_seed(11)
+    saved = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **table))
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # norms and biases too
+    saved.save_pretrained(folder, max_shard_size="40KB")
+    assert (folder / weights.INDEX).is_file()
+    return folder
+
+
+def pretrained(folder: Path, texts: Path | str = ".", **changes: Any) -> Config:
+    """A tiny run that starts from a folder. changes: as for `config_of`."""
+    given = {"pretrained": str(folder), "dtype": "float32"} | changes.pop("model", {})
+    return resolve(config_of(texts, **changes, model=given))
+
+
+def from_folder(folder: Path) -> Any:
+    """The model of a folder as transformers makes it."""
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
 def write_texts(folder: Path) -> Path:

@@ -53,7 +53,10 @@ class Partitions:
         self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
 
     def pieces(self) -> list[Piece]:
-        """What this rank holds of all but frozen weights, which their folder has; that of another rank may be the same only where `whole` says so."""
+        """What this rank holds; that of another rank may be the same only where `whole` says so.
+
+        Frozen weights are left out: they are those of model.pretrained.
+        """
         return [*self._masters(), *self._states(), *self._buffers()]
 
     def empty(self, kinds: Collection[str]) -> None:

@@ -6,6 +6,7 @@ one rank each. Called by `resume`, from the thread that writes too.
 
 import io
 import pickle
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,9 @@ class Reader:
         """
         planner = _Wanted(pieces, list(names))
         try:
-            dcp.load({}, storage_reader=self._reader, planner=planner, process_group=group)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # so it is: alone
+                dcp.load({}, storage_reader=self._reader, planner=planner, process_group=group)
         except CheckpointException as error:
             raise _first(error) from None
         return planner.values
