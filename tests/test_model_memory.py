@@ -20,6 +20,7 @@ FAMILIES = {
     "llama-tied": {"tie_word_embeddings": True},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mistral": {"sliding_window": 9},
     "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
 }
@@ -150,6 +151,8 @@ def test_R110_unknown_key_of_the_model(key, message):
         ("llama", "attention_dropout", 0.1),
         ("gemma3_text", "attn_logit_softcapping", 50.0),
         ("gemma3_text", "final_logit_softcapping", 30.0),
+        ("gemma3_text", "use_bidirectional_attention", True),
+        ("qwen3_moe", "output_router_logits", True),
     ],
 )
 def test_R68_what_would_be_ignored_is_refused(family, key, value):
