@@ -24,7 +24,7 @@ WINDOWS = {
 
 
 def tiny(name: str):
-    extra = dict(ARCHITECTURES[name])
+    extra = dict(ARCHITECTURES.get(name, {}))
     if name == "gemma3_text":
         extra["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     return AutoConfig.for_model(

@@ -28,6 +28,10 @@ ATTENTION = "ring"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+UNDECLARED = {"qwen3_moe": ("head_dim",)}
+"""architecture -> keys that its model reads though its config class does not declare them."""
+
+
 class RingModel(nn.Module):
     """A causal language model that turns this rank's tokens into the sum of their losses.
 
@@ -60,7 +64,8 @@ def config_of(model: Model, length: int) -> Any:
 
     assert model.architecture is not None, "a folder is looked at by config.resolve before"
     if model.pretrained is None:
-        _check_keys(model, AutoConfig.for_model(model.architecture).to_dict())
+        default = AutoConfig.for_model(model.architecture)
+        _check_keys(model, {*default.to_dict(), *default.attribute_map, *UNDECLARED.get(model.architecture, ())})
     config = AutoConfig.for_model(model.architecture, **copy.deepcopy(model.config))
     for key, reason in MODEL_REFUSED.items():
         if value := getattr(config, key, None):
@@ -71,7 +76,7 @@ def config_of(model: Model, length: int) -> Any:
     return config
 
 
-def _check_keys(model: Model, known: dict[str, Any]) -> None:
+def _check_keys(model: Model, known: set[str]) -> None:
     for key in model.config:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
