@@ -8,6 +8,7 @@ import training
 from conftest import error
 from peft import get_peft_model
 
+import ringflash
 from train import engine, flops, lora, loss, model, probe
 from train.config import ConfigError
 
@@ -62,11 +63,13 @@ def test_adapters_train_as_with_peft_in_one_process(pool, texts, folder, mesh, z
 
 def start(config):
     """The adapters as a run begins with them."""
+    ringflash.hf.register(ringflash.Ring(), name=model.ATTENTION)
     built = model.build(config, torch.device("cpu"))
     return {name: p.detach() for name, p in built.decoder.named_parameters() if lora.is_adapter(name)}
 
 
 def test_the_optimizer_holds_adapters_alone(folder, texts):
+    ringflash.hf.register(ringflash.Ring(), name=model.ATTENTION)
     built = model.build(adapted(folder, texts), torch.device("cpu"))
     names = {name for name, p in built.decoder.named_parameters() if p.requires_grad}
     assert len(names) == 8 and all(lora.is_adapter(name) for name in names)
@@ -92,6 +95,7 @@ def test_a_frozen_head_gets_no_gradient_and_the_states_do():
 
 
 def test_R110_what_does_not_go_together(folder, texts):
+    ringflash.hf.register(ringflash.Ring(), name=model.ATTENTION)
     with pytest.raises((ConfigError, ValueError), match=r"train.trainable = 'lora' needs model.pretrained"):
         training.config_of(texts, train={"trainable": "lora"})
     with pytest.raises((ConfigError, ValueError), match=r"\[lora\] is given but train.trainable = 'all'"):
