@@ -19,6 +19,19 @@ from typing import Any
 CASE_S = 150.0  # a case that takes longer hangs
 
 
+PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "deepspeed"]
+
+
+def _context(backend: str) -> Any:
+    """How processes start. Those without a GPU are forks of one that has imported what takes seconds and no thread."""
+    if backend == "nccl":
+        return multiprocessing.get_context("spawn")
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for it when it is imported
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class World:
     """`size` processes that share a group and run one case after another; with NCCL each has a GPU."""
 
@@ -45,7 +58,7 @@ class World:
         return outcomes
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context(self.backend)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -11,6 +11,8 @@ import pickle
 import random
 import resource
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import training
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from train import loop, saver, storage, world
@@ -89,18 +92,17 @@ def resave(config: Config) -> dict[str, Any]:
     return {"said": said.getvalue(), "drawn": drawn}
 
 
-def die(config: Config, moment: str) -> None:
-    """Body: save step 1; in the save of step 2, behind this moment, rank 1 is killed."""
+def die(config: Config) -> None:
+    """Body: save step 1; in the save of step 2 rank 1 is killed in the middle of its file, that of rank 0 is whole."""
     run = loop.prepare(config, training.join(config))
     run.saver.save(Progress(1, 0))
     write = storage._Writer.write_data
 
     def dying(writer: Any, plan: Any, planner: Any) -> Any:
-        result = write(writer, plan, planner) if moment == "file" else None
         if run.world.rank == 1:
             (Path(writer.path) / "__1_0.distcp").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
-        return result or write(writer, plan, planner)
+        return write(writer, plan, planner)
 
     with patch.object(storage._Writer, "write_data", dying):
         run.saver.save(Progress(2, 0))
@@ -143,6 +145,45 @@ def overflow(config: Config) -> tuple[str, list[str], int]:
     again = loop.prepare(config, training.join(config))
     again.engine.close()
     return said, left, again.progress.step
+
+
+def beside(config: Config) -> dict[str, Any]:
+    """Body: a step while the files of step 1 wait to be written; then a save that fails on rank 1 while steps go on.
+    Weights when the first was started and when it is loaded, the folder while it waits, what ends the second."""
+    run = loop.prepare(config, training.join(config))
+    before, write, may_write = weights_of(run), FileSystemWriter.write_data, threading.Event()
+
+    def waiting(*args: Any) -> Any:
+        assert may_write.wait(100)
+        return write(*args)
+
+    def failing(*args: Any) -> Any:
+        if run.world.rank == 1:
+            raise OSError("no space")
+        return write(*args)
+
+    with patch.object(FileSystemWriter, "write_data", waiting):
+        run.saver.start(Progress(1, 0))
+        loop.train_step(run, 2, tokens_seen=0)
+        waits = sorted(path.name for path in config.checkpoint_dir.iterdir())
+        moved = weights_of(run) != before
+        run.world.gather([0.0])
+        may_write.set()
+        run.saver.wait()
+    said = "it was saved"
+    with patch.object(FileSystemWriter, "write_data", failing):
+        run.saver.start(Progress(2, 0))
+        try:
+            for step in range(100):
+                time.sleep(0.05)
+                loop.train_step(run, step + 3, tokens_seen=0)
+        except saver.CheckpointError as error:
+            said = str(error)
+    run.engine.close()
+    again = loop.prepare(config, training.join(config))
+    after = weights_of(again)
+    again.engine.close()
+    return {"before": before, "after": after, "moved": moved, "waits": waits, "said": said, "from": again.progress.step}
 
 
 def unwritable(config: Config) -> str:

@@ -136,10 +136,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(pool, texts, tmp
         assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("moment", ["before", "file"])
-def test_R76_killed_in_a_file_of_the_second_save(pool, texts, tmp_path, moment):
+def test_R76_killed_in_a_file_of_the_second_save_and_in_the_next_load(pool, texts, tmp_path):
     config = config_of(texts, tmp_path, steps=2)
-    ends = pool(2).outcomes(saving.die, config, moment)
+    ends = pool(2).outcomes(saving.die, config)
     assert "rank 1 died" in str(ends[1])
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step-00000001", "step-00000002.partial"]
     assert "rank 1 died" in str(pool(2).outcomes(saving.die_loading, config)[1])
@@ -149,11 +148,21 @@ def test_R76_killed_in_a_file_of_the_second_save(pool, texts, tmp_path, moment):
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step-00000001", "step-00000002"]
 
 
+def test_steps_go_on_beside_the_writing_and_its_failure_ends_them_on_all_ranks(pool, texts, tmp_path):
+    for end in pool(2)(saving.beside, config_of(texts, tmp_path, steps=200, every=1)):
+        assert end["waits"] == ["step-00000001.partial"], "no checkpoint before its files are written"
+        assert end["moved"]
+        assert end["from"] == 1
+        assert end["after"] == end["before"], "what was copied when the save was started"
+        assert end["said"].startswith("rank 1 could not save a checkpoint, the ones before it stay: a file in ")
+        assert end["said"].endswith("cannot be written: no space")
+
+
 def test_a_disk_that_is_full_on_one_rank_is_one_sentence_on_all(pool, texts, tmp_path):
     ends = pool(2)(saving.overflow, config_of(texts, tmp_path, steps=2))
     for said, left, step in ends:
         assert said.startswith("rank 1 could not save a checkpoint, the ones before it stay: ")
-        assert said.endswith("File too large")
+        assert said.endswith("cannot be written: File too large")
         assert left == ["step-00000001"]
         assert step == 2
 

@@ -176,7 +176,7 @@ def together(world: World, value: Any) -> list[Any]:
     except RuntimeError as error:
         raise CheckpointError(
             f"rank {world.rank} waited for the others in vain: all ranks must save and resume together, and "
-            f"within train.timeout_s ({error})"
+            f"within train.timeout_s = {world.ring.timeout_s:g} ({error})"
         ) from error
 
 

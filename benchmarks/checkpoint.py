@@ -1,0 +1,151 @@
+"""Saves and loads one layer of Llama-3-8B, with its optimizer state, through the trainer: what a step waits for.
+
+    torchrun --nproc-per-node 2 benchmarks/checkpoint.py               # 2.6 GB of state, some 5 GB of memory a process
+    python benchmarks/checkpoint.py --width 1024 --zero 1              # a sixteenth of it
+
+A line of JSON: seconds that a step waits for a save by a thread and for a blocking one, of steps alone and beside the
+thread's writing, of a load; then all bits are compared. On a CPU or on GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from train import loop, world  # noqa: E402
+from train.config import Config  # noqa: E402
+from train.saver import Progress  # noqa: E402
+
+HEADS, GROUPS, HEAD_DIM, WIDTH, INNER = 32, 8, 128, 4096, 14336
+STEPS = 3
+
+
+def config_of(folder: str, *, width: int, zero: int, ranks: int, resume: str = "no") -> Config:
+    """A run of one layer over a ring of all ranks. width: WIDTH, or less for a smaller layer."""
+    part = WIDTH // width
+    model = {
+        "vocab_size": 260,
+        "hidden_size": width,
+        "intermediate_size": INNER // part,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS // part,
+        "num_key_value_heads": max(GROUPS // part, 1),
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 128,
+    }
+    return Config.model_validate(
+        {
+            "model": {"architecture": "llama", "dtype": "bfloat16", "config": model},
+            "data": {"path": "stdlib"},
+            "sequence": {"length": 128, "layout": "zigzag"},
+            "parallel": {"ring": ranks, "zero": zero},
+            "optimizer": {"name": "adamw", "lr": 1e-4},
+            "train": {"name": "layer", "steps": 1000, "global_batch": 1, "self_test": False},
+            "metrics": {"wandb": "disabled", "dir": folder},
+            "checkpoint": {"every": 1, "keep_last": 1, "resume": resume, "dir": f"{folder}/checkpoints"},
+            "launch": {"processes_per_node": ranks},
+        }
+    )
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def measure(run: loop.Run) -> dict[str, Any]:
+    """Steps alone, a save by the thread and the steps beside it, a blocking save. Seconds."""
+    steps = iter(range(1, 1000))
+
+    def step() -> None:
+        loop.train_step(run, next(steps), tokens_seen=0)
+
+    step()
+    alone = [seconds(step) for _ in range(STEPS)]
+    run.saver.save(Progress(1, 0))  # takes the host memory
+    stall = seconds(lambda: run.saver.start(Progress(2, 0)))
+    begin = time.perf_counter()
+    beside = [seconds(step) for _ in range(STEPS)]
+    run.saver.wait()
+    written = stall + time.perf_counter() - begin
+    blocking = seconds(lambda: run.saver.save(Progress(3, 0)))
+    return {
+        "stall_s": stall,
+        "written_after_s": written,
+        "blocking_save_s": blocking,
+        "step_s": statistics.median(alone),
+        "step_beside_writing_s": statistics.median(beside),
+    }
+
+
+def go(arguments: argparse.Namespace, folder: str, place: world.Place) -> dict[str, Any]:
+    keys = {"width": arguments.width, "zero": arguments.zero, "ranks": place.size}
+    config = config_of(folder, **keys)
+    with world.start(config, place) as joined:
+        folder = joined.gather_objects(folder)[0]
+        run = loop.prepare(config_of(folder, **keys), joined)
+        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.module.parameters())
+        row = measure(run)
+        held = {piece.key: piece.part.clone() for piece in run.engine.pieces()}
+        run.engine.close()
+        path = Path(folder) / "checkpoints" / "step-00000003"
+        config = config_of(folder, **keys, resume=str(path))
+        prepare = loop.resume
+        taken = []
+        loop.resume = lambda *given: (taken.append(seconds(lambda: prepare(*given))), Progress(3, 0))[1]
+        again = loop.prepare(config, joined)
+        pieces = {piece.key: piece.part for piece in again.engine.pieces()}
+        same = held.keys() == pieces.keys() and all(torch.equal(held[key], pieces[key]) for key in held)
+        assert all(joined.gather_objects(same)), "a checkpoint that was loaded has other bits"
+        files = sum(file.stat().st_size for file in path.iterdir())
+        again.engine.close()
+        return {"parameters": parameters, "files_bytes": files, **row, "load_s": taken[0], "same_bits": True}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=WIDTH, choices=[256, 512, 1024, 2048, 4096])
+    parser.add_argument("--zero", type=int, default=2, choices=[1, 2, 3])
+    parser.add_argument("--dir", help="where the files go for the while; left out: the folder for temporary files")
+    arguments = parser.parse_args()
+    place = world.Place.from_environment()
+    with tempfile.TemporaryDirectory(dir=arguments.dir, ignore_cleanup_errors=True) as folder:
+        row = go(arguments, folder, place)
+    if place.rank == 0:
+        ask = ["git", "describe", "--always", "--dirty"]
+        done = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True)
+        rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+        facts = {
+            "command": shlex.join(["benchmarks/checkpoint.py", *sys.argv[1:]]),
+            "commit": done.stdout.strip(),
+            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine() + " CPU",
+            "date": datetime.date.today().isoformat(),
+            "processes": place.size,
+        }
+        print(json.dumps(facts | rounded))
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    import os
+
+    os._exit(code)  # DeepSpeed on a CPU may abort when the interpreter ends
