@@ -66,12 +66,13 @@ def test_the_installed_command_is_the_same(capsys):
     assert installed == capsys.readouterr().out
 
 
-def test_the_command_of_one_process_becomes_the_trainer(monkeypatch):
+@pytest.mark.parametrize(("word", "module"), [("train", "train"), ("export", "train.export")])
+def test_a_word_of_the_command_becomes_its_module(monkeypatch, word, module):
     started = []
     monkeypatch.setattr(os, "execv", lambda path, command: started.append((path, command)) or sys.exit(0))
     with pytest.raises(SystemExit):
-        main(["train", str(DEMO), "--set", "train.steps=4"])
-    assert started == [(sys.executable, [sys.executable, "-m", "train", str(DEMO), "--set", "train.steps=4"])]
+        main([word, str(DEMO), "--set", "train.steps=4"])
+    assert started == [(sys.executable, [sys.executable, "-m", module, str(DEMO), "--set", "train.steps=4"])]
 
 
 @pytest.mark.parametrize(("package", "trainer"), [("launch", "train"), ("ringflash.launch", "ringflash.train")])

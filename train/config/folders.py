@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from .pretrained import resolve
 from .refusal import ConfigError
 from .run import Config
 from .sections import Source
@@ -31,6 +32,7 @@ def check_paths(config: Config) -> None:
             raise ConfigError(
                 f"checkpoint.dir = {str(config.checkpoint_dir)!r} cannot be written: {error.strerror}"
             ) from None
+    resolve(config)
     resume = config.checkpoint.resume
     if resume not in ("auto", "no") and not Path(resume).is_dir():
         raise ConfigError(
