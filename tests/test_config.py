@@ -285,13 +285,14 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 def test_folders_are_looked_for_only_when_asked(tmp_path):
     check_paths(demo())
-    with pytest.raises(ConfigError, match=r"data\.path = '.*absent' is not a folder"):
+    with pytest.raises(ConfigError, match=r"data\.path = '.*absent' is not there: a folder of text"):
         check_paths(demo(f"data.path={tmp_path / 'absent'}"))
     with pytest.raises(ConfigError, match=r"holds no file that fits data\.pattern = '\*\*/\*\.py'"):
         check_paths(demo(f"data.path={tmp_path}"))
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.py").write_text("pass\n")
     check_paths(demo(f"data.path={tmp_path}"))
+    check_paths(demo(f"data.path={tmp_path / 'a' / 'x.py'}"))
     with pytest.raises(ConfigError, match=r"data\.tokenizer = '.*absent' is not a folder"):
         check_paths(demo(f"data.tokenizer={tmp_path / 'absent'}"))
 

@@ -83,6 +83,20 @@ def test_a_split_is_named(tmp_path):
     assert texts(islice(stream(source), 1)) == ["test"]
     with pytest.raises(ValueError, match="has no split 'other': it has train, test"):
         stream(source.model_copy(update={"split": "other"}))
+    one = corpora.write(tmp_path / "one", "datasets", ["a"])
+    with pytest.raises(ValueError, match=r"data: split = 'train' but path = '.*one' has no splits: leave it out"):
+        stream(one.model_copy(update={"split": "train"}))
+    assert texts(islice(stream(one), 1)) == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_a_pattern_beside_one_file_is_refused(tmp_path, kind):
+    corpora.write(tmp_path, kind, ["a"])
+    (file,) = tmp_path.iterdir()
+    source = Source(path=str(file), format=kind)
+    assert texts(islice(stream(source), 1)) == ["a"]
+    with pytest.raises(ValueError, match=r"data: pattern = '\*' is given but path = '.*' is one file: leave it out"):
+        stream(source.model_copy(update={"pattern": "*"}))
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (0.2, 0.7)])

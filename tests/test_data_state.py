@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import Counter
 from itertools import islice
@@ -37,7 +38,10 @@ def small_chunks(monkeypatch):
 
 def sequences(listed, *, length=LENGTH, seed=0, state=None, tokenizer=None, shuffle=True):
     section = Data(sources=listed, shuffle=shuffle)
-    return data.sequences(section, tokenizer or ByteTokenizer(), length=length, seed=seed, state=state)
+    packer = data.sequences(section, tokenizer or ByteTokenizer(), length=length, seed=seed)
+    if state is not None:
+        packer.restore(state)
+    return packer
 
 
 def stored(state):
@@ -170,6 +174,89 @@ def test_a_position_in_changed_files_is_refused(tmp_path):
         file.write('{"text": "d"}\n')
     with pytest.raises(ValueError, match="the position in the data was saved with the files = "):
         sequences([source], state=state)
+
+
+def parquet_of(path, values, group):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist([{"text": value} for value in values]), path, row_group_size=group)
+
+
+def datasets_of(path, values):
+    shutil.rmtree(path, ignore_errors=True)
+    corpora.write(path, "datasets", values)
+
+
+REWRITTEN = {
+    "parquet, other groups": ("parquet", lambda path, values: parquet_of(path / "0.parquet", values, 4)),
+    "parquet, longer rows": (
+        "parquet",
+        lambda path, values: parquet_of(path / "0.parquet", [*values[:-1], "x" * 99], 3),
+    ),
+    "datasets, longer rows": ("datasets", lambda path, values: datasets_of(path, [*values[:-1], "x" * 99])),
+}
+
+
+@pytest.mark.parametrize("case", REWRITTEN)
+def test_a_position_in_files_with_as_many_rows_is_refused(tmp_path, case):
+    kind, rewrite = REWRITTEN[case]
+    values = corpora.texts_of(12)
+    source = Source(path=str(tmp_path / "a"), format=kind)
+    (tmp_path / "a").mkdir()
+    datasets_of(tmp_path / "a", values) if kind == "datasets" else parquet_of(tmp_path / "a" / "0.parquet", values, 3)
+    state = stored(sequences([source]).state())
+    sequences([source], state=state)
+    rewrite(tmp_path / "a", values)
+    with pytest.raises(ValueError, match="the position in the data was saved with the files = "):
+        sequences([source], state=state)
+
+
+@pytest.mark.parametrize("new", ["ab", "a\u00e4", "abcd"])
+def test_a_document_that_waits_and_was_edited_is_refused_and_named(tmp_path, new):
+    """Edits that leave the file as long as it was: shorter, other letters, longer."""
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "abc"}\n{"text": "y", "n": 1}\n')
+    source = Source(path=str(tmp_path), format="jsonl")
+    packer = sequences([source], length=5, shuffle=False)
+    next(packer)
+    state = stored(packer.state())
+    size = len((tmp_path / "a.jsonl").read_bytes())
+    edited = '{"text": "x"}\n{"text": "' + new + '"}\n{"text": "y", "n": 1}'
+    (tmp_path / "a.jsonl").write_bytes(edited.encode().ljust(size))
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: not as it was when the position was saved; take the same"):
+        sequences([source], length=5, shuffle=False, state=state)
+
+
+@pytest.mark.parametrize("lines", [2, 4])
+def test_a_pool_with_other_rows_is_refused(tmp_path, lines):
+    """A file as long as it was, with other lines."""
+    text = ["aaaaaaaa", "bbbbbbbb", "cccccccc"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": value}) + "\n" for value in text))
+    source = Source(path=str(tmp_path), format="jsonl")
+    packer = sequences([source], length=9, shuffle=False)
+    list(islice(packer, 1))
+    state = stored(packer.state())
+    assert [p for places in state["open"] for p in places] + state["stream"]["waiting"] == []
+    size = len((tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "a.jsonl").write_bytes((b'{"text": "a"}\n' * lines).ljust(size))
+    with pytest.raises(
+        ValueError, match=rf"source 0 of \[data\] has {lines} rows from chunk 0 .*, 3 were there: not as"
+    ):
+        next(sequences([source], length=9, shuffle=False, state=state))
+
+
+def test_a_restore_reads_no_pool_twice(mixture, monkeypatch):
+    """Once where the position is gone on from, once each chunk of what waits; nothing for a position at the start."""
+    packer = sequences(mixture)
+    list(islice(packer, 10))
+    state, read = stored(packer.state()), []
+    for kind in ("TextFiles", "JsonLines", "Parquet"):
+        reads = getattr(sources, kind).read
+        count = lambda self, chunk, reads=reads: (read.append((type(self), chunk)), reads(self, chunk))[1]  # noqa: E731
+        monkeypatch.setattr(getattr(sources, kind), "read", count)
+    sequences(mixture, state=state)
+    waiting = {(p[0], p[1]) for places in [*state["open"], state["stream"]["waiting"]] for p in places}
+    assert len(read) == len(waiting)
 
 
 def test_weights_may_change_at_a_resume_and_hold_from_then_on(tmp_path):
