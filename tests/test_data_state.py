@@ -121,27 +121,49 @@ def test_R81_nothing_that_waits_in_the_packer_is_lost(tmp_path):
         assert before + [s.ids.tolist() for s in after] == wanted
 
 
-@pytest.mark.parametrize("new", [24, 64, 100, 1000])
-@pytest.mark.parametrize("stop", [0, 1, 7, 33])
-def test_another_length_after_a_resume_loses_and_doubles_no_token(tmp_path, new, stop):
-    sizes = np.random.default_rng(0).integers(2, 150, 20).tolist()
-    listed = numbered(tmp_path, sizes)
-    options = {"tokenizer": corpora.Numbering(), "shuffle": False}
-    packer = sequences(listed, **options)
-    tokens = taken(islice(packer, stop))
-    longer = sequences(listed, **options, length=new, state=stored(packer.state()))
-    tokens += taken(islice(longer, 40))
-    end = longer.state()
-    held = [place for places in end["open"] for place in places] + end["stream"]["waiting"]
-    for piece in longer._stream._corpus.pieces_at(held):
+CURRICULA = {
+    "longer": [(7, 64), (9, 128), (4, 1024)],
+    "longer, before the first step": [(0, 64), (9, 128), (0, 512), (4, 1024)],
+    "does not divide": [(33, 64), (20, 100), (30, 24)],
+    "shorter and back": [(2, 1024), (40, 8), (1, 1000)],
+    "by steps of one": [(1, 64), (1, 65), (1, 63), (1, 200), (1, 50), (20, 64)],
+}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("case", CURRICULA)
+def test_another_length_after_a_resume_loses_and_doubles_no_token(tmp_path, case, shuffle):
+    """What steps took and what waits in the end are the first documents of the uninterrupted mixture, whole."""
+    generator = np.random.default_rng(0)
+    listed = []
+    for source, weight in ((0, 2.0), (1, 1.0)):
+        lines = [f"{20 * source + index} {size}" for index, size in enumerate(generator.integers(2, 150, 20))]
+        listed.append(corpora.write(tmp_path / str(source), "jsonl", lines, weight=weight))
+    options = {"tokenizer": corpora.Numbering(), "shuffle": shuffle}
+    tokens, state = [], None
+    for data_size, (stop, length) in enumerate(CURRICULA[case], 1):
+        ranks = [
+            data.Windows(
+                sequences(listed, length=length, state=state, **options),
+                Batch(data_size, 1, 1),
+                data_rank=rank,
+                data_size=data_size,
+            )
+            for rank in range(data_size)
+        ]
+        for _ in range(stop):
+            for rank in ranks:
+                tokens += taken(micro[0] for micro in next(rank))
+        state = stored(ranks[0].state())
+        assert all(stored(rank.state()) == state for rank in ranks)
+    end = sequences(listed, **options, state=state)
+    held = [saved for together in [*state["open"], state["stream"]["waiting"]] for saved in together]
+    for piece in end._stream.pieces_at(held):
         tokens += piece.ids.tolist()
-    (cursor,) = end["stream"]["sources"]
-    passed = cursor["chunk"] + cursor["row"]
-    expected = Counter()
-    for index, size in enumerate(sizes):
-        for token in [*(1000 * index + np.arange(size - 1)).tolist(), corpora.Numbering.end]:
-            expected[token] += cursor["epoch"] + (index < passed)
-    assert Counter(tokens) == +expected
+    whole, expected = stream.Stream(end._stream._corpus, length=10**6, seed=0), []
+    while len(expected) < len(tokens):
+        expected += next(whole).ids.tolist()
+    assert Counter(tokens) == Counter(expected)
 
 
 def test_the_state_is_small_and_plain(mixture):
