@@ -341,9 +341,11 @@ def mixed(tmp_path, tables, head=""):
 UNUSED = [
     ({"format": "text", "field": "body"}, "data.sources.0.field is given but data.sources.0.format = 'text'"),
     ({"format": "text", "chat": True}, "data.sources.0.chat is given but data.sources.0.format = 'text'"),
+    ({"format": "text", "tokens": True}, "data.sources.0.tokens is given but data.sources.0.format = 'text'"),
     ({"format": "jsonl", "split": "test"}, "data.sources.0.split is given but data.sources.0.format = 'jsonl'"),
     ({"format": "datasets", "pattern": "*"}, "data.sources.0.pattern is given but data.sources.0.format = 'datasets'"),
     ({"format": "jsonl", "chat": True}, "data.sources.0.chat = true needs a chat template: data.tokenizer = 'bytes'"),
+    ({"format": "jsonl", "chat": True, "tokens": True}, "data.sources.0.chat = true and data.sources.0.tokens = true"),
     ({"format": "jsonl", "path": "stdlib"}, "data.sources.0.path = 'stdlib' holds no jsonl"),
 ]
 

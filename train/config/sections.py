@@ -42,6 +42,8 @@ class Source(Section):
     """All formats but "text": key or column that holds the text, or with chat the list of messages."""
     chat: bool = False
     """Whether the field holds messages with role and content: the loss is on the assistant's answers only."""
+    tokens: bool = False
+    """Whether the field holds token ids of data.tokenizer, made before the run, so that nothing is encoded in it."""
     split: str | None = None
     """Format "datasets" only: which split, where there are several; left out: train."""
     weight: Positive = 1.0

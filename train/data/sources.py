@@ -196,8 +196,8 @@ class Parquet:
 
         path, group, first = self._groups[chunk]
         with parquet.ParquetFile(path) as opened:
-            values = opened.read_row_group(group, columns=[self._field]).column(0).to_pylist()
-        return [Row(path, first + index, value) for index, value in enumerate(values)]
+            column = opened.read_row_group(group, columns=[self._field]).column(0)
+        return [Row(path, first + index, value) for index, value in enumerate(_values(column))]
 
     def content(self, row: Row) -> Any:
         return _present(row.value, self._field)
@@ -223,15 +223,15 @@ class OnDisk:
         if self._field not in loaded.column_names:
             raise ValueError(f"{source.path} has no column {self._field!r}: it has {', '.join(loaded.column_names)}")
         _refuse_empty([self._place], [loaded.num_rows])
-        self._dataset = loaded.select_columns([self._field])
+        self._dataset = loaded.select_columns([self._field]).with_format("arrow")
         chunks = -(-loaded.num_rows // ROWS_CHUNK)
         self._bytes = self._dataset.data.nbytes
         self.sizes = [self._bytes // chunks] * chunks
 
     def read(self, chunk: int) -> list[Row]:
         first = chunk * ROWS_CHUNK
-        values = self._dataset[first : first + ROWS_CHUNK][self._field]
-        return [Row(self._place, first + index, value) for index, value in enumerate(values)]
+        column = self._dataset[first : first + ROWS_CHUNK].column(0)
+        return [Row(self._place, first + index, value) for index, value in enumerate(_values(column))]
 
     def content(self, row: Row) -> Any:
         return _present(row.value, self._field)
@@ -261,6 +261,16 @@ def _load(source: Source) -> Any:
     if split not in loaded:
         raise ValueError(f"data: path = {source.path!r} has no split {split!r}: it has {', '.join(loaded)}")
     return loaded[split]
+
+
+def _values(column: Any) -> list[Any]:
+    """The rows of a column of pyarrow: lists of integers as arrays of numpy, anything else as Python has it."""
+    from pyarrow import types
+
+    kind = column.type
+    if (types.is_list(kind) or types.is_large_list(kind)) and types.is_integer(kind.value_type):
+        return [row.values.to_numpy(zero_copy_only=False) if row.is_valid else None for row in column]
+    return column.to_pylist()
 
 
 def _field_of(parsed: Any, field: str) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..config import Data
 from .sources import Documents, Row, documents_of
-from .tokens import Encoded, Encoder, Tokenizer, chat_encoder, text_encoder
+from .tokens import Encoded, Encoder, Tokenizer, chat_encoder, id_encoder, text_encoder
 
 POOL = 2**26
 """Bytes of neighbouring rows that are read and shuffled together."""
@@ -76,12 +76,13 @@ class Corpus:
         self.shuffle = data.shuffle
         self.documents: list[Documents] = [documents_of(source) for source in sources]
         self._encoders: list[Encoder] = [
-            chat_encoder(tokenizer) if source.chat else text_encoder(tokenizer) for source in sources
+            (chat_encoder if source.chat else id_encoder if source.tokens else text_encoder)(tokenizer)
+            for source in sources
         ]
         # what must not change for a place to mean the same tokens
         self.identity: dict[str, Any] = {
             "the files": [documents.fingerprint() for documents in self.documents],
-            "field and chat": [[source.field, source.chat] for source in sources],
+            "field, chat and tokens": [[source.field, source.chat, source.tokens] for source in sources],
             "the tokenizer's size, end and pad": [tokenizer.size, tokenizer.end, tokenizer.pad],
         }
 
