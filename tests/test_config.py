@@ -218,13 +218,16 @@ def test_an_impossible_run_is_refused_with_its_numbers(override):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(("layout", "length", "accepted"), [("contiguous", 8188, True), ("zigzag", 8188, False)])
-def test_the_divisor_is_the_layouts(layout, length, accepted):
+LENGTHS = [("contiguous", 8188, 8188), ("zigzag", 8188, 8192), ("zigzag", 16, 16), ("zigzag", 10, 16)]
+
+
+@pytest.mark.parametrize(("layout", "length", "accepted"), [*LENGTHS, ("zigzag", 1234, 1240)])
+def test_R30_R55_a_length_that_does_not_divide_is_refused_with_the_next(layout, length, accepted):
     overrides = (f"sequence.layout={layout}", f"sequence.length={length}")
-    if accepted:
+    if accepted == length:
         assert demo(*overrides).sequence.length == length
     else:
-        with pytest.raises(ConfigError, match="8192"):
+        with pytest.raises(ConfigError, match=f": {accepted} is the next that does"):
             demo(*overrides)
 
 

@@ -16,6 +16,7 @@ from train import data
 from train.config import Batch, Data, Source
 from train.data import sources, stream
 from train.data.tokens import ByteTokenizer
+from train.data.windows import AHEAD
 
 LENGTH, GLOBAL_BATCH = 64, 4
 
@@ -326,25 +327,30 @@ def test_R57_ten_documents_over_four_rings_make_equal_steps(tmp_path):
     assert Counter(together) == Counter(dict.fromkeys(together, 2)) and len(set(together)) == 10  # two epochs
 
 
-def test_windows_are_made_while_the_step_runs(mixture):
-    """What takes the reader 0.2 s is there at once if the step took longer."""
-    packer = sequences(mixture)
+def test_windows_are_made_while_the_step_runs_and_no_more_than_are_kept(mixture):
+    """What takes the reader 0.1 s is there at once if the step took longer; then the reader rests."""
+    packer, made = sequences(mixture), []
 
     class Slow:
         def __next__(self):
-            time.sleep(0.2)
-            return next(packer)
+            time.sleep(0.1)
+            made.append(next(packer))
+            return made[-1]
 
         def state(self):
             return packer.state()
 
     windows = data.Windows(Slow(), Batch(1, 1, 1), data_rank=0, data_size=1)
     next(windows)
+    most = 1 + AHEAD + 1  # taken, kept, and in the hand of the thread
     deadline = time.monotonic() + 20
-    while windows._made.empty() and time.monotonic() < deadline:
+    while len(made) < most and time.monotonic() < deadline:
         time.sleep(0.01)
+    time.sleep(0.3)
+    assert len(made) == most
     start = time.perf_counter()
-    next(windows)
+    for _ in range(AHEAD):
+        next(windows)
     assert time.perf_counter() - start < 0.1
 
 
