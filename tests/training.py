@@ -166,11 +166,15 @@ def train(config: Config, labels: str) -> dict[str, Any]:
 
 def train_without_triton(config: Config, labels: str) -> dict[str, Any]:
     """Body: `train`, where no module of Triton is loaded and none can be."""
-    with patch.dict(sys.modules):
-        for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
-            del sys.modules[name]
-        sys.modules["triton"] = None  # its import raises
+    loaded = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "triton"}
+    for name in loaded:
+        del sys.modules[name]
+    sys.modules["triton"] = None  # its import raises
+    try:
         return train(config, labels)
+    finally:
+        del sys.modules["triton"]
+        sys.modules.update(loaded)
 
 
 def held(config: Config, steps: tuple[int, ...]) -> list[dict[str, Any]]:
