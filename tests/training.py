@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import ringflash
-from ringflash import ops, ring
+from ringflash import ring
 from train import data, engine, loop, model, probe, world
 from train.config import Config
 from train.engine import learning_rate, optimizer_of
@@ -183,7 +183,6 @@ def held(config: Config, steps: tuple[int, ...]) -> list[dict[str, Any]]:
 
     def counting(run: loop.Run, number: int, **options: Any) -> Any:
         if number in steps:
-            ops.make_plan.cache_clear()  # bounded, and its plans differ in size with their documents
             gc.collect()
             tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
             seen.append(
