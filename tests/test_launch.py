@@ -93,7 +93,7 @@ REFUSED = {
     "R110 a key in the wrong section": (["--set", "train.length=4"], "did you mean sequence.length?"),
     "R109 a number written as a string": (["--set", "parallel.ring='4'"], "parallel.ring = '4' (a string)"),
     "a ring larger than the world": (["--set", "parallel.ring=8"], "8 ranks is more than the 4 processes"),
-    "a missing data folder": (["--set", "data.path=/absent"], "data.path = '/absent' is not a folder"),
+    "a missing data folder": (["--set", "data.path=/absent"], "data.path = '/absent' is not there"),
     "an unknown scheduler": (["--scheduler", "cron"], "launch.scheduler = 'cron'"),
     "no node": (["--nodes", "0"], "launch.nodes = 0"),
     "several nodes and no rank": ([*TWO_NODES, "--set", "parallel.ring=8"], "--node-rank which of 0 to 1"),

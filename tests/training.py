@@ -4,8 +4,11 @@ same batches: each document alone, transformers' own attention, no DeepSpeed."""
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import os
+import sys
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -196,6 +199,44 @@ def train(config: Config, labels: str) -> dict[str, Any]:
         "digest": digest,
         "weights": weights if run.world.rank == 0 else None,
     }
+
+
+def train_without_triton(config: Config, labels: str) -> dict[str, Any]:
+    """Body: `train`, where no module of Triton is loaded and none can be."""
+    loaded = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "triton"}
+    for name in loaded:
+        del sys.modules[name]
+    sys.modules["triton"] = None  # its import raises
+    try:
+        return train(config, labels)
+    finally:
+        del sys.modules["triton"]
+        sys.modules.update(loaded)
+
+
+def held(config: Config, steps: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Body: a run; what this process holds at the start of these steps, in numbers."""
+    run, step, seen = loop.prepare(config, join(config)), loop.train_step, []
+
+    def counting(run: loop.Run, number: int, **options: Any) -> Any:
+        if number in steps:
+            gc.collect()
+            tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+            seen.append(
+                {
+                    "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+                    "files": len(os.listdir("/proc/self/fd")),
+                    "threads": threading.active_count(),
+                    "tensors": len(tensors),
+                    "bytes": sum(one.numel() * one.element_size() for one in tensors),
+                }
+            )
+        return step(run, number, **options)
+
+    with patch.object(loop, "train_step", counting):
+        loop.fit(run)
+    run.engine.close()
+    return seen
 
 
 def train_alone(config: Config, labels: str, decoder: Any = None) -> dict[str, Any]:

@@ -245,10 +245,14 @@ def _check_data(config: "Config") -> None:
 
 
 def _check_source(source: "Source", name: str, *, tokenizer: str) -> None:
-    unused = {"text": ("field", "chat", "split"), "datasets": ("pattern",)}.get(source.format, ("split",))
+    unused = {"text": ("field", "chat", "tokens", "split"), "datasets": ("pattern",)}.get(source.format, ("split",))
     for key in unused:
         if key in source.model_fields_set:
             raise ConfigError(f"{name}.{key} is given but {name}.format = {source.format!r} does not use it")
+    if source.chat and source.tokens:
+        raise ConfigError(
+            f"{name}.chat = true and {name}.tokens = true: messages or token ids, one of both is accepted"
+        )
     if source.chat and tokenizer == "bytes":
         raise ConfigError(f"{name}.chat = true needs a chat template: data.tokenizer = 'bytes' has none, a folder may")
     if source.path == "stdlib" and source.format != "text":

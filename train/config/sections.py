@@ -69,17 +69,19 @@ class Model(Section):
 
 class Source(Section):
     path: str
-    """Folder, or one file; with format "text" also the word "stdlib": the source files of Python's standard library."""
+    """Folder, or one file of a format but "datasets"; for "text" also "stdlib": Python's standard library."""
     format: Literal["text", "jsonl", "parquet", "datasets"]
     """ "datasets": whatever the datasets library loads from a local folder, through its cache unless it saved it."""
     pattern: Annotated[str, Field(pattern=r"^[^/]")] | None = None
-    """Which files of the folder are read, as a glob; left out: **/*.txt, **/*.jsonl or **/*.parquet."""
+    """Which files of a folder are read, as a glob; left out: **/*.txt, **/*.jsonl or **/*.parquet."""
     field: str = "text"
     """All formats but "text": key or column that holds the text, or with chat the list of messages."""
     chat: bool = False
     """Whether the field holds messages with role and content: the loss is on the assistant's answers only."""
-    split: str = "train"
-    """Format "datasets" only: which split, where there are several."""
+    tokens: bool = False
+    """Whether the field holds token ids of data.tokenizer, made before the run, so that nothing is encoded in it."""
+    split: str | None = None
+    """Format "datasets" only: which split, where there are several; left out: train."""
     weight: Positive = 1.0
     """Share of the tokens, relative to the other sources."""
 
@@ -91,9 +93,9 @@ class Source(Section):
 
 class Data(Section):
     path: str | None = None
-    """Folder of text files, or the word "stdlib": the short form of one source of format "text"."""
-    pattern: Annotated[str, Field(pattern=r"^[^/]")] = "**/*.txt"
-    """Which files of path are read, as a glob; each file is one document."""
+    """Folder of text files, one such file, or the word "stdlib": the short form of one source of format "text"."""
+    pattern: Annotated[str, Field(pattern=r"^[^/]")] | None = None
+    """Which files of a folder are read, as a glob, each one document; left out: **/*.txt."""
     sources: list[Source] = []
     """Tables [[data.sources]], in place of path: what is read, and mixed by weight."""
     tokenizer: str = "bytes"
