@@ -16,9 +16,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_arguments(commands.add_parser("launch", help="start a run on its machines"))
     commands.add_parser("train", help="be one process of a run, started by torchrun", add_help=False)
+    commands.add_parser("export", help="make a checkpoint a model of transformers", add_help=False)
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.command == "train":
-        os.execv(sys.executable, [sys.executable, "-m", sibling_name("train"), *rest])
+    module = {"train": "train", "export": "train.export"}.get(arguments.command)
+    if module is not None:
+        os.execv(sys.executable, [sys.executable, "-m", sibling_name(module), *rest])
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return start(arguments)

@@ -218,13 +218,16 @@ def test_an_impossible_run_is_refused_with_its_numbers(override):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(("layout", "length", "accepted"), [("contiguous", 8188, True), ("zigzag", 8188, False)])
-def test_the_divisor_is_the_layouts(layout, length, accepted):
+LENGTHS = [("contiguous", 8188, 8188), ("zigzag", 8188, 8192), ("zigzag", 16, 16), ("zigzag", 10, 16)]
+
+
+@pytest.mark.parametrize(("layout", "length", "accepted"), [*LENGTHS, ("zigzag", 1234, 1240)])
+def test_R30_R55_a_length_that_does_not_divide_is_refused_with_the_next(layout, length, accepted):
     overrides = (f"sequence.layout={layout}", f"sequence.length={length}")
-    if accepted:
+    if accepted == length:
         assert demo(*overrides).sequence.length == length
     else:
-        with pytest.raises(ConfigError, match="8192"):
+        with pytest.raises(ConfigError, match=f": {accepted} is the next that does"):
             demo(*overrides)
 
 
@@ -285,13 +288,14 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 def test_folders_are_looked_for_only_when_asked(tmp_path):
     check_paths(demo())
-    with pytest.raises(ConfigError, match=r"data\.path = '.*absent' is not a folder"):
+    with pytest.raises(ConfigError, match=r"data\.path = '.*absent' is not there: a folder of text"):
         check_paths(demo(f"data.path={tmp_path / 'absent'}"))
     with pytest.raises(ConfigError, match=r"holds no file that fits data\.pattern = '\*\*/\*\.py'"):
         check_paths(demo(f"data.path={tmp_path}"))
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.py").write_text("pass\n")
     check_paths(demo(f"data.path={tmp_path}"))
+    check_paths(demo(f"data.path={tmp_path / 'a' / 'x.py'}"))
     with pytest.raises(ConfigError, match=r"data\.tokenizer = '.*absent' is not a folder"):
         check_paths(demo(f"data.tokenizer={tmp_path / 'absent'}"))
     (tmp_path / "file").write_text("")
@@ -348,9 +352,11 @@ def mixed(tmp_path, tables, head=""):
 UNUSED = [
     ({"format": "text", "field": "body"}, "data.sources.0.field is given but data.sources.0.format = 'text'"),
     ({"format": "text", "chat": True}, "data.sources.0.chat is given but data.sources.0.format = 'text'"),
+    ({"format": "text", "tokens": True}, "data.sources.0.tokens is given but data.sources.0.format = 'text'"),
     ({"format": "jsonl", "split": "test"}, "data.sources.0.split is given but data.sources.0.format = 'jsonl'"),
     ({"format": "datasets", "pattern": "*"}, "data.sources.0.pattern is given but data.sources.0.format = 'datasets'"),
     ({"format": "jsonl", "chat": True}, "data.sources.0.chat = true needs a chat template: data.tokenizer = 'bytes'"),
+    ({"format": "jsonl", "chat": True, "tokens": True}, "data.sources.0.chat = true and data.sources.0.tokens = true"),
     ({"format": "jsonl", "path": "stdlib"}, "data.sources.0.path = 'stdlib' holds no jsonl"),
 ]
 

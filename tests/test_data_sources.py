@@ -83,6 +83,20 @@ def test_a_split_is_named(tmp_path):
     assert texts(islice(stream(source), 1)) == ["test"]
     with pytest.raises(ValueError, match="has no split 'other': it has train, test"):
         stream(source.model_copy(update={"split": "other"}))
+    one = corpora.write(tmp_path / "one", "datasets", ["a"])
+    with pytest.raises(ValueError, match=r"data: split = 'train' but path = '.*one' has no splits: leave it out"):
+        stream(one.model_copy(update={"split": "train"}))
+    assert texts(islice(stream(one), 1)) == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_a_pattern_beside_one_file_is_refused(tmp_path, kind):
+    corpora.write(tmp_path, kind, ["a"])
+    (file,) = tmp_path.iterdir()
+    source = Source(path=str(file), format=kind)
+    assert texts(islice(stream(source), 1)) == ["a"]
+    with pytest.raises(ValueError, match=r"data: pattern = '\*' is given but path = '.*' is one file: leave it out"):
+        stream(source.model_copy(update={"pattern": "*"}))
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (0.2, 0.7)])
@@ -165,6 +179,49 @@ def test_a_bad_dataset_is_named(tmp_path):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match=r"nothing' cannot be loaded by the datasets library"):
         stream(Source(path=str(tmp_path / "nothing"), format="datasets"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_token_ids_are_what_the_text_would_be(tmp_path, kind, closed):
+    ids = [[*text.encode(), *[ByteTokenizer.end] * closed] for text in TEXTS]
+    texts_, tokens = (
+        islice(stream(source, shuffle=False, length=50), 60)
+        for source in (
+            corpora.write(tmp_path / "text", "text", TEXTS),
+            corpora.write(tmp_path / "ids", kind, ids, field="ids", tokens=True),
+        )
+    )
+    for got, want in zip(tokens, texts_, strict=True):
+        assert got.ids.dtype == got.labels.dtype == np.int64
+        assert got.ids.tolist() == want.ids.tolist()
+        assert got.labels.tolist() == want.labels.tolist()
+
+
+BAD_IDS = {
+    "too large": ([1, 258], "token id 258: data.tokenizer has the ids 0 to 257"),
+    "negative": ([1, -1], "token id -1: data.tokenizer has the ids 0 to 257"),
+    "fractions": ([1.0, 2.0], r"a list of token ids was expected, found one of float64 in 1 dimension\(s\)"),
+    "nested": ([[1], [2]], r"a list of token ids was expected, found one of int64 in 2 dimension\(s\)"),
+    "booleans": ([True, False], "a list of token ids was expected, found one of bool in 1"),
+    "null inside": ([1, None], "a list of token ids was expected, found one of object in 1"),
+    "text": ("ab", "a list of token ids was expected, found str"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_IDS)
+def test_bad_token_ids_are_named(tmp_path, case):
+    ids, message = BAD_IDS[case]
+    (tmp_path / "a.jsonl").write_bytes(line({"ids": []}) + line({"ids": ids}))
+    source = Source(path=str(tmp_path), format="jsonl", field="ids", tokens=True)
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2: {message}"):
+        list(islice(stream(source, shuffle=False), 2))
+
+
+def test_null_among_the_token_ids_of_a_column_is_named(tmp_path):
+    source = corpora.write(tmp_path, "parquet", [[1, 2], [1, None]], field="ids", tokens=True)
+    with pytest.raises(ValueError, match=r"1.parquet, row 0: a list of token ids was expected, found one of float64"):
+        list(islice(stream(source, shuffle=False), 2))
 
 
 def test_text_that_is_not_utf8_names_the_file(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import Counter
 from itertools import islice
@@ -15,6 +16,7 @@ from train import data
 from train.config import Batch, Data, Source
 from train.data import sources, stream
 from train.data.tokens import ByteTokenizer
+from train.data.windows import AHEAD
 
 LENGTH, GLOBAL_BATCH = 64, 4
 
@@ -37,7 +39,10 @@ def small_chunks(monkeypatch):
 
 def sequences(listed, *, length=LENGTH, seed=0, state=None, tokenizer=None, shuffle=True):
     section = Data(sources=listed, shuffle=shuffle)
-    return data.sequences(section, tokenizer or ByteTokenizer(), length=length, seed=seed, state=state)
+    packer = data.sequences(section, tokenizer or ByteTokenizer(), length=length, seed=seed)
+    if state is not None:
+        packer.restore(state)
+    return packer
 
 
 def stored(state):
@@ -117,27 +122,49 @@ def test_R81_nothing_that_waits_in_the_packer_is_lost(tmp_path):
         assert before + [s.ids.tolist() for s in after] == wanted
 
 
-@pytest.mark.parametrize("new", [24, 64, 100, 1000])
-@pytest.mark.parametrize("stop", [0, 1, 7, 33])
-def test_another_length_after_a_resume_loses_and_doubles_no_token(tmp_path, new, stop):
-    sizes = np.random.default_rng(0).integers(2, 150, 20).tolist()
-    listed = numbered(tmp_path, sizes)
-    options = {"tokenizer": corpora.Numbering(), "shuffle": False}
-    packer = sequences(listed, **options)
-    tokens = taken(islice(packer, stop))
-    longer = sequences(listed, **options, length=new, state=stored(packer.state()))
-    tokens += taken(islice(longer, 40))
-    end = longer.state()
-    held = [place for places in end["open"] for place in places] + end["stream"]["waiting"]
-    for piece in longer._stream._corpus.pieces_at(held):
+CURRICULA = {
+    "longer": [(7, 64), (9, 128), (4, 1024)],
+    "longer, before the first step": [(0, 64), (9, 128), (0, 512), (4, 1024)],
+    "does not divide": [(33, 64), (20, 100), (30, 24)],
+    "shorter and back": [(2, 1024), (40, 8), (1, 1000)],
+    "by steps of one": [(1, 64), (1, 65), (1, 63), (1, 200), (1, 50), (20, 64)],
+}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("case", CURRICULA)
+def test_another_length_after_a_resume_loses_and_doubles_no_token(tmp_path, case, shuffle):
+    """What steps took and what waits in the end are the first documents of the uninterrupted mixture, whole."""
+    generator = np.random.default_rng(0)
+    listed = []
+    for source, weight in ((0, 2.0), (1, 1.0)):
+        lines = [f"{20 * source + index} {size}" for index, size in enumerate(generator.integers(2, 150, 20))]
+        listed.append(corpora.write(tmp_path / str(source), "jsonl", lines, weight=weight))
+    options = {"tokenizer": corpora.Numbering(), "shuffle": shuffle}
+    tokens, state = [], None
+    for data_size, (stop, length) in enumerate(CURRICULA[case], 1):
+        ranks = [
+            data.Windows(
+                sequences(listed, length=length, state=state, **options),
+                Batch(data_size, 1, 1),
+                data_rank=rank,
+                data_size=data_size,
+            )
+            for rank in range(data_size)
+        ]
+        for _ in range(stop):
+            for rank in ranks:
+                tokens += taken(micro[0] for micro in next(rank))
+        state = stored(ranks[0].state())
+        assert all(stored(rank.state()) == state for rank in ranks)
+    end = sequences(listed, **options, state=state)
+    held = [saved for together in [*state["open"], state["stream"]["waiting"]] for saved in together]
+    for piece in end._stream.pieces_at(held):
         tokens += piece.ids.tolist()
-    (cursor,) = end["stream"]["sources"]
-    passed = cursor["chunk"] + cursor["row"]
-    expected = Counter()
-    for index, size in enumerate(sizes):
-        for token in [*(1000 * index + np.arange(size - 1)).tolist(), corpora.Numbering.end]:
-            expected[token] += cursor["epoch"] + (index < passed)
-    assert Counter(tokens) == +expected
+    whole, expected = stream.Stream(end._stream._corpus, length=10**6, seed=0), []
+    while len(expected) < len(tokens):
+        expected += next(whole).ids.tolist()
+    assert Counter(tokens) == Counter(expected)
 
 
 def test_the_state_is_small_and_plain(mixture):
@@ -170,6 +197,89 @@ def test_a_position_in_changed_files_is_refused(tmp_path):
         file.write('{"text": "d"}\n')
     with pytest.raises(ValueError, match="the position in the data was saved with the files = "):
         sequences([source], state=state)
+
+
+def parquet_of(path, values, group):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist([{"text": value} for value in values]), path, row_group_size=group)
+
+
+def datasets_of(path, values):
+    shutil.rmtree(path, ignore_errors=True)
+    corpora.write(path, "datasets", values)
+
+
+REWRITTEN = {
+    "parquet, other groups": ("parquet", lambda path, values: parquet_of(path / "0.parquet", values, 4)),
+    "parquet, longer rows": (
+        "parquet",
+        lambda path, values: parquet_of(path / "0.parquet", [*values[:-1], "x" * 99], 3),
+    ),
+    "datasets, longer rows": ("datasets", lambda path, values: datasets_of(path, [*values[:-1], "x" * 99])),
+}
+
+
+@pytest.mark.parametrize("case", REWRITTEN)
+def test_a_position_in_files_with_as_many_rows_is_refused(tmp_path, case):
+    kind, rewrite = REWRITTEN[case]
+    values = corpora.texts_of(12)
+    source = Source(path=str(tmp_path / "a"), format=kind)
+    (tmp_path / "a").mkdir()
+    datasets_of(tmp_path / "a", values) if kind == "datasets" else parquet_of(tmp_path / "a" / "0.parquet", values, 3)
+    state = stored(sequences([source]).state())
+    sequences([source], state=state)
+    rewrite(tmp_path / "a", values)
+    with pytest.raises(ValueError, match="the position in the data was saved with the files = "):
+        sequences([source], state=state)
+
+
+@pytest.mark.parametrize("new", ["ab", "a\u00e4", "abcd"])
+def test_a_document_that_waits_and_was_edited_is_refused_and_named(tmp_path, new):
+    """Edits that leave the file as long as it was: shorter, other letters, longer."""
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "abc"}\n{"text": "y", "n": 1}\n')
+    source = Source(path=str(tmp_path), format="jsonl")
+    packer = sequences([source], length=5, shuffle=False)
+    next(packer)
+    state = stored(packer.state())
+    size = len((tmp_path / "a.jsonl").read_bytes())
+    edited = '{"text": "x"}\n{"text": "' + new + '"}\n{"text": "y", "n": 1}'
+    (tmp_path / "a.jsonl").write_bytes(edited.encode().ljust(size))
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: not as it was when the position was saved; take the same"):
+        sequences([source], length=5, shuffle=False, state=state)
+
+
+@pytest.mark.parametrize("lines", [2, 4])
+def test_a_pool_with_other_rows_is_refused(tmp_path, lines):
+    """A file as long as it was, with other lines."""
+    text = ["aaaaaaaa", "bbbbbbbb", "cccccccc"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": value}) + "\n" for value in text))
+    source = Source(path=str(tmp_path), format="jsonl")
+    packer = sequences([source], length=9, shuffle=False)
+    list(islice(packer, 1))
+    state = stored(packer.state())
+    assert [p for places in state["open"] for p in places] + state["stream"]["waiting"] == []
+    size = len((tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "a.jsonl").write_bytes((b'{"text": "a"}\n' * lines).ljust(size))
+    with pytest.raises(
+        ValueError, match=rf"source 0 of \[data\] has {lines} rows from chunk 0 .*, 3 were there: not as"
+    ):
+        next(sequences([source], length=9, shuffle=False, state=state))
+
+
+def test_a_restore_reads_no_pool_twice(mixture, monkeypatch):
+    """Once where the position is gone on from, once each chunk of what waits; nothing for a position at the start."""
+    packer = sequences(mixture)
+    list(islice(packer, 10))
+    state, read = stored(packer.state()), []
+    for kind in ("TextFiles", "JsonLines", "Parquet"):
+        reads = getattr(sources, kind).read
+        count = lambda self, chunk, reads=reads: (read.append((type(self), chunk)), reads(self, chunk))[1]  # noqa: E731
+        monkeypatch.setattr(getattr(sources, kind), "read", count)
+    sequences(mixture, state=state)
+    waiting = {(p[0], p[1]) for places in [*state["open"], state["stream"]["waiting"]] for p in places}
+    assert len(read) == len(waiting)
 
 
 def test_weights_may_change_at_a_resume_and_hold_from_then_on(tmp_path):
@@ -217,25 +327,30 @@ def test_R57_ten_documents_over_four_rings_make_equal_steps(tmp_path):
     assert Counter(together) == Counter(dict.fromkeys(together, 2)) and len(set(together)) == 10  # two epochs
 
 
-def test_windows_are_made_while_the_step_runs(mixture):
-    """What takes the reader 0.2 s is there at once if the step took longer."""
-    packer = sequences(mixture)
+def test_windows_are_made_while_the_step_runs_and_no_more_than_are_kept(mixture):
+    """What takes the reader 0.1 s is there at once if the step took longer; then the reader rests."""
+    packer, made = sequences(mixture), []
 
     class Slow:
         def __next__(self):
-            time.sleep(0.2)
-            return next(packer)
+            time.sleep(0.1)
+            made.append(next(packer))
+            return made[-1]
 
         def state(self):
             return packer.state()
 
     windows = data.Windows(Slow(), Batch(1, 1, 1), data_rank=0, data_size=1)
     next(windows)
+    most = 1 + AHEAD + 1  # taken, kept, and in the hand of the thread
     deadline = time.monotonic() + 20
-    while windows._made.empty() and time.monotonic() < deadline:
+    while len(made) < most and time.monotonic() < deadline:
         time.sleep(0.01)
+    time.sleep(0.3)
+    assert len(made) == most
     start = time.perf_counter()
-    next(windows)
+    for _ in range(AHEAD):
+        next(windows)
     assert time.perf_counter() - start < 0.1
 
 

@@ -66,12 +66,13 @@ def test_the_installed_command_is_the_same(capsys):
     assert installed == capsys.readouterr().out
 
 
-def test_the_command_of_one_process_becomes_the_trainer(monkeypatch):
+@pytest.mark.parametrize(("word", "module"), [("train", "train"), ("export", "train.export")])
+def test_a_word_of_the_command_becomes_its_module(monkeypatch, word, module):
     started = []
     monkeypatch.setattr(os, "execv", lambda path, command: started.append((path, command)) or sys.exit(0))
     with pytest.raises(SystemExit):
-        main(["train", str(DEMO), "--set", "train.steps=4"])
-    assert started == [(sys.executable, [sys.executable, "-m", "train", str(DEMO), "--set", "train.steps=4"])]
+        main([word, str(DEMO), "--set", "train.steps=4"])
+    assert started == [(sys.executable, [sys.executable, "-m", module, str(DEMO), "--set", "train.steps=4"])]
 
 
 @pytest.mark.parametrize(("package", "trainer"), [("launch", "train"), ("ringflash.launch", "ringflash.train")])
@@ -92,7 +93,7 @@ REFUSED = {
     "R110 a key in the wrong section": (["--set", "train.length=4"], "did you mean sequence.length?"),
     "R109 a number written as a string": (["--set", "parallel.ring='4'"], "parallel.ring = '4' (a string)"),
     "a ring larger than the world": (["--set", "parallel.ring=8"], "8 ranks is more than the 4 processes"),
-    "a missing data folder": (["--set", "data.path=/absent"], "data.path = '/absent' is not a folder"),
+    "a missing data folder": (["--set", "data.path=/absent"], "data.path = '/absent' is not there"),
     "an unknown scheduler": (["--scheduler", "cron"], "launch.scheduler = 'cron'"),
     "no node": (["--nodes", "0"], "launch.nodes = 0"),
     "several nodes and no rank": ([*TWO_NODES, "--set", "parallel.ring=8"], "--node-rank which of 0 to 1"),

@@ -9,6 +9,8 @@ import torch
 import training
 from conftest import error
 
+from train.data.tokens import ByteTokenizer
+
 MESHES = [(4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
 ZERO = [0, 1, 2, 3]
 
@@ -49,6 +51,35 @@ def test_R60_R62_R70_R75_training_equals_one_process(pool, texts, alone, mesh, z
             assert (got["weights"][name] - weight).abs().max() <= 2 * config.optimizer.lr, name
 
 
+@pytest.mark.parametrize(("mesh", "zero"), [((1, 4, 1), 3), ((2, 2, 1), 2), ((1, 2, 2), 1)])
+def test_R75_the_gradient_of_each_parameter_equals_one_process(pool, texts, mesh, zero):
+    """One step so long that nothing of the first weights is left: what remains is the gradient."""
+    sgd = {"name": "sgd", "lr": 1e5}
+    config = training.config_of(texts, mesh=mesh, zero=zero, optimizer=sgd, steps=1)
+    got, want = (
+        pool(4)(training.train, config, "sparse")[0]["weights"],
+        training.train_alone(config, "sparse")["weights"],
+    )
+    off = {name: error(got[name], weight) for name, weight in want.items()}
+    assert max(off.values()) <= 1e-5, off
+
+
+def test_R114_a_step_on_cpus_without_triton(pool, texts):
+    config = training.config_of(texts, mesh=(1, 2, 1), zero=2)
+    got, want = pool(2)(training.train_without_triton, config, "all")[0], training.train_alone(config, "all")
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    for name, weight in want["weights"].items():
+        assert error(got["weights"][name], weight) <= 1e-5, name
+
+
+def test_R108_a_step_leaves_nothing_behind(pool, texts):
+    """Without documents, because layouts and plans of the last ones are kept, and differ in size."""
+    whole = {"path": str(texts), "document_mask": False}
+    config = training.config_of(texts, mesh=(1, 2, 1), zero=2, steps=24, data=whole)
+    for early, late in pool(2)(training.held, config, (8, 24)):
+        assert late == early
+
+
 def test_R59_without_any_label_nothing_moves(pool, texts):
     config = training.config_of(texts, mesh=(1, 4, 1), zero=2)
     got = pool(4)(training.train, config, "none")[0]
@@ -85,6 +116,7 @@ def test_R90_R92_records_count_each_token_once_and_are_equal_on_all_ranks(pool, 
     assert all(result["records"] == results[0]["records"] for result in results)
     for record, batch in zip(results[0]["records"], training.batches_of(config, "sparse"), strict=True):
         assert record.tokens == record.tokens_seen == sum(sequence.cu_seqlens[-1] for sequence in batch)
+        assert record.padding == sum((sequence.ids == ByteTokenizer.pad).sum() for sequence in batch)
         assert record.valid_tokens == sum(sequence.valid_targets for sequence in batch)
         assert record.num_gpus == 4
         assert record.peak_memory_bytes is None

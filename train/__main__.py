@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from . import loop, verdict, world
-from .config import check_paths, load
+from .config import check_paths, load, resolve
 from .saver import CheckpointError
 
 GRACE_S = 5
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(arguments.config, arguments.set)
         check_paths(config)
+        config = resolve(config)
         with world.start(config, place) as joined:
             run = loop.prepare(config, joined)
             started = True

@@ -41,16 +41,11 @@ class Engine:
 
     @staticmethod
     def _initialize(model: nn.Module, config: Config, batch: Batch) -> Any:
-        import deepspeed
-
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer of torch
-        # an op for inference that each CPU process would compile and load; a process killed meanwhile leaves a lock
-        # behind on which all later runs hang
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        numel = sum(parameter.numel() for parameter in model.parameters())
+        deepspeed = _deepspeed()
+        numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
         return deepspeed.initialize(
             model=model,
-            optimizer=optimizer_of(model.parameters(), config.optimizer),
+            optimizer=optimizer_of([p for p in model.parameters() if p.requires_grad], config.optimizer),
             config=deepspeed_config(config, batch, numel=numel),
             dist_init_required=False,
         )[0]
@@ -108,6 +103,25 @@ class Engine:
     def close(self) -> None:
         """Let go of the model; another engine may follow in the same process."""
         self._engine.destroy()
+
+
+def _deepspeed() -> Any:
+    """DeepSpeed, quiet and without what it would compile."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer of torch
+    # an op for inference that each CPU process would compile and load; a process killed meanwhile leaves a lock
+    # behind on which all later runs hang
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def cutter(config: Config, batch: Batch) -> Callable[[nn.Module], None] | None:
+    """At ZeRO 3: what leaves of the parameters of a module the part of this rank, all ranks together; else None."""
+    if config.parallel.zero < 3:
+        return None
+    deepspeed, settings = _deepspeed(), deepspeed_config(config, batch, numel=0)
+    return lambda module: deepspeed.zero.Init(module=module, config_dict_or_path=settings)
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ import ringflash
 from . import data, flops, model, probe
 from .config import Batch, Config
 from .data import Sequence, Window, Windows
-from .engine import Engine, learning_rate
+from .engine import Engine, cutter, learning_rate
 from .metrics import MetricsWriter, StepRecord
 from .resume import resume
 from .saver import Progress, Saver
@@ -53,11 +53,14 @@ def prepare(config: Config, world: World) -> Run:
     sequences = data.sequences(config.data, tokenizer, length=length, seed=config.train.seed)
     ringflash.hf.register(world.ring, name=model.ATTENTION)
     world.ring.layout(length)
-    shape = flops.describe(model.config_of(config.model))
+    shape = flops.describe(model.config_of(config.model, length))
     if config.train.self_test:
         probe.check_attention(config, world)
         probe.check_gradient(config, world)
-    engine = Engine(model.build(config, world.device), config, batch, world)
+    built = model.build(config, world.device, cutter(config, batch))
+    if config.train.trainable == "lora":
+        shape = shape.with_adapters(model.num_trained(built))
+    engine = Engine(built, config, batch, world)
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)

@@ -53,8 +53,11 @@ class Partitions:
         self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
 
     def pieces(self) -> list[Piece]:
-        """Everything that this rank holds; that of another rank may be the same only where `whole` says so."""
-        return [*self._masters(), *self._states(), *self._frozen(), *self._buffers()]
+        """What this rank holds; that of another rank may be the same only where `whole` says so.
+
+        Frozen weights are left out: they are those of model.pretrained.
+        """
+        return [*self._masters(), *self._states(), *self._buffers()]
 
     def empty(self, kinds: Collection[str]) -> None:
         """Give the optimizer the states of these kinds, all zero, as its first step would. Only before that step."""
@@ -125,18 +128,6 @@ class Partitions:
 
     def _numel(self, parameter: Any) -> int:
         return parameter.ds_numel if self._zero == 3 else parameter.numel()
-
-    def _frozen(self) -> Iterator[Piece]:
-        for name, parameter in self._module.named_parameters():
-            if name in self._trained:
-                continue
-            key, numel = f"{WEIGHT}.{name}", self._numel(parameter)
-            if self._zero == 3:
-                held: Any = parameter.ds_tensor  # type: ignore[attr-defined]
-                start, length = self._share(parameter, held.numel())
-                yield Piece(key, numel, start, held.detach().view(-1)[:length], False)
-            else:
-                yield Piece(key, numel, 0, parameter.detach().view(-1), True)
 
     def _buffers(self) -> Iterator[Piece]:
         kept = self._module.state_dict(keep_vars=True)

@@ -19,10 +19,13 @@ from .world import World
 
 FIXED = (
     "model.",
+    "train.trainable",
+    "lora.",
     "optimizer.name",
     "optimizer.momentum",
 )
-"""Keys that must be as they were: the weights or the optimizer's state fit no other."""
+"""Keys that must be as they were: the weights or the optimizer's state fit no other. [model.rope] may change with the
+length of the sequences."""
 
 FREE = ("checkpoint.", "metrics.", "launch.", "slurm.", "kubernetes.")
 """Keys that change nothing of what is trained."""
@@ -136,7 +139,7 @@ def compare(found: Found, now: dict[str, Any]) -> list[str]:
     before, after = _flat(found.manifest.config), _flat(now)
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
     for key in changed:
-        if key.startswith(FIXED):
+        if key.startswith(FIXED) and not key.startswith("model.rope."):
             raise ValueError(
                 f"{found.path} was saved with {_named(key, before, after)}, this run has "
                 f"{_named(key, after, before)}: the value that was saved is accepted, or checkpoint.resume = 'no'"

@@ -6,6 +6,7 @@ one rank each. Called by `resume`, from the thread that writes too.
 
 import io
 import pickle
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -126,14 +127,17 @@ class Reader:
                 )
         return None
 
-    def fill(self, pieces: list[Piece], names: Iterable[str], group: dist.ProcessGroup) -> dict[str, Any]:
+    def fill(self, pieces: list[Piece], names: Iterable[str], group: dist.ProcessGroup | None) -> dict[str, Any]:
         """Read the pieces into their parts, and return the values with these names. All ranks must call it.
 
+        group: None in a process that is alone
         Raises: StorageError for a file that is broken, or holds more than tensors and plain values.
         """
         planner = _Wanted(pieces, list(names))
         try:
-            dcp.load({}, storage_reader=self._reader, planner=planner, process_group=group)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # so it is: alone
+                dcp.load({}, storage_reader=self._reader, planner=planner, process_group=group)
         except CheckpointException as error:
             raise _first(error) from None
         return planner.values

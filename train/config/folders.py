@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+from .pretrained import resolve
 from .refusal import ConfigError
 from .run import Config
 from .sections import Source
 
 ACCEPTED = {
-    "text": "a folder: a folder of text files or 'stdlib' is accepted",
+    "text": "there: a folder of text files, one such file or 'stdlib' is accepted",
     "jsonl": "there: a folder of .jsonl files or one such file is accepted",
     "parquet": "there: a folder of .parquet files or one such file is accepted",
     "datasets": "a folder: one that the datasets library can load is accepted",
@@ -31,6 +32,7 @@ def check_paths(config: Config) -> None:
             raise ConfigError(
                 f"checkpoint.dir = {str(config.checkpoint_dir)!r} cannot be written: {error.strerror}"
             ) from None
+    resolve(config)
     resume = config.checkpoint.resume
     if resume not in ("auto", "no") and not Path(resume).is_dir():
         raise ConfigError(
@@ -46,7 +48,7 @@ def check_paths(config: Config) -> None:
 
 def _check_source(source: Source, name: str) -> None:
     place = Path(source.path)
-    if source.path == "stdlib" or (place.is_file() and source.format in ("jsonl", "parquet")):
+    if source.path == "stdlib" or (place.is_file() and source.format != "datasets"):
         return
     if not place.is_dir():
         raise ConfigError(f"{name}.path = {source.path!r} is not {ACCEPTED[source.format]}")

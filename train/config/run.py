@@ -12,6 +12,7 @@ from .sections import (
     Data,
     Kubernetes,
     Launch,
+    Lora,
     Memory,
     Metrics,
     Model,
@@ -41,6 +42,7 @@ class Config(Section):
     parallel: Parallel
     optimizer: Optimizer
     train: Train
+    lora: Lora = Lora()
     memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()

@@ -22,28 +22,66 @@ class Section(BaseModel):
     )
 
 
+class Rope(Section):
+    """Rotary positions; left out: as the model has them. In Gemma 3 they are those of the layers without a window."""
+
+    type: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] | None = None
+    """How the frequencies are scaled, in place of what the model has; the next keys say by how much."""
+    theta: Positive | None = None
+    """Base of the frequencies; left out: the model's."""
+    factor: Annotated[float, Field(ge=1)] | None = None
+    """All types but default: how much longer the sequences become."""
+    original_length: Count | None = None
+    """All but default and linear: tokens of the sequences that the model was trained on before."""
+    attention_factor: Positive | None = None
+    """yarn, longrope: what the rotations are multiplied by; left out: follows from factor."""
+    beta_fast: Positive | None = None
+    """yarn: rotations over the original length from which a frequency stays as it is; left out: 32."""
+    beta_slow: Positive | None = None
+    """yarn: rotations up to which a frequency is divided by factor; left out: 1."""
+    low_freq_factor: Positive | None = None
+    """llama3: original_length divided by it is the wavelength above which frequencies are divided by factor."""
+    high_freq_factor: Positive | None = None
+    """llama3: original_length divided by it is the wavelength below which frequencies stay as they are."""
+    short_factor: list[Positive] | None = None
+    """longrope: a divisor for each frequency, if sequence.length is at most original_length."""
+    long_factor: list[Positive] | None = None
+    """longrope: a divisor for each frequency, if sequence.length is more."""
+
+
 class Model(Section):
-    architecture: Literal["llama", "qwen2", "qwen3", "mistral", "gemma3_text"]
-    """`model_type` of a decoder model of transformers."""
-    config: dict[str, Any]
-    """The table [model.config], handed to `AutoConfig.for_model`."""
+    pretrained: str | None = None
+    """Local folder with config.json and safetensors of transformers, which the weights come from; left out: random."""
+    architecture: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text"] | None = None
+    """`model_type` of a decoder model of transformers; left out: that of pretrained."""
+    config: dict[str, Any] = {}
+    """The table [model.config], handed to `AutoConfig.for_model`; with pretrained: changes of its config.json."""
     dtype: Literal["float32", "bfloat16"]
     """Type of the parameters in forward and backward; the optimizer's copy is float32."""
+    rope: Rope = Rope()
+    """The table [model.rope], fixed once for sequence.length."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether architecture and shape stand here: with pretrained, not before `resolve` has read its config.json."""
+        return self.architecture is not None and (self.pretrained is None or "vocab_size" in self.config)
 
 
 class Source(Section):
     path: str
-    """Folder, or one file; with format "text" also the word "stdlib": the source files of Python's standard library."""
+    """Folder, or one file of a format but "datasets"; for "text" also "stdlib": Python's standard library."""
     format: Literal["text", "jsonl", "parquet", "datasets"]
     """ "datasets": whatever the datasets library loads from a local folder, through its cache unless it saved it."""
     pattern: Annotated[str, Field(pattern=r"^[^/]")] | None = None
-    """Which files of the folder are read, as a glob; left out: **/*.txt, **/*.jsonl or **/*.parquet."""
+    """Which files of a folder are read, as a glob; left out: **/*.txt, **/*.jsonl or **/*.parquet."""
     field: str = "text"
     """All formats but "text": key or column that holds the text, or with chat the list of messages."""
     chat: bool = False
     """Whether the field holds messages with role and content: the loss is on the assistant's answers only."""
-    split: str = "train"
-    """Format "datasets" only: which split, where there are several."""
+    tokens: bool = False
+    """Whether the field holds token ids of data.tokenizer, made before the run, so that nothing is encoded in it."""
+    split: str | None = None
+    """Format "datasets" only: which split, where there are several; left out: train."""
     weight: Positive = 1.0
     """Share of the tokens, relative to the other sources."""
 
@@ -55,9 +93,9 @@ class Source(Section):
 
 class Data(Section):
     path: str | None = None
-    """Folder of text files, or the word "stdlib": the short form of one source of format "text"."""
-    pattern: Annotated[str, Field(pattern=r"^[^/]")] = "**/*.txt"
-    """Which files of path are read, as a glob; each file is one document."""
+    """Folder of text files, one such file, or the word "stdlib": the short form of one source of format "text"."""
+    pattern: Annotated[str, Field(pattern=r"^[^/]")] | None = None
+    """Which files of a folder are read, as a glob, each one document; left out: **/*.txt."""
     sources: list[Source] = []
     """Tables [[data.sources]], in place of path: what is read, and mixed by weight."""
     tokenizer: str = "bytes"
@@ -125,6 +163,8 @@ class Train(Section):
     """Sequences a forward pass of one data replica; 1 where attention stays inside documents."""
     accumulation: Count | None = None
     """Forward passes a step of one data replica."""
+    trainable: Literal["all", "lora"] = "all"
+    """What is trained: all weights, or the low-rank adapters of [lora] beside frozen weights of model.pretrained."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the weights and of the order of the documents."""
     deterministic: bool = False
@@ -133,6 +173,19 @@ class Train(Section):
     """Seconds after which a rank that waits for another gives up."""
     self_test: bool = True
     """Whether the run starts with the probe that compares the engine's gradient with the closed form."""
+
+
+class Lora(Section):
+    """Read when train.trainable is "lora". There is no dropout: ranks would draw different numbers."""
+
+    rank: Count = 16
+    """Width of the adapters."""
+    alpha: Count = 32
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: Annotated[list[str], Field(min_length=1)] = [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+    """Last words of the names of the layers that get an adapter."""
 
 
 class Memory(Section):

@@ -110,19 +110,20 @@ class Packer:
         return {
             "consumed": self._consumed,
             "length": self._length,
-            "open": [[list(piece.place) for piece in b.pieces] for b in self._open],
+            "open": [[piece.saved() for piece in b.pieces] for b in self._open],
             "stream": self._stream.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken, also under another `length`: then the open pieces are packed anew.
 
+        state: of a Packer or of Windows over the same files, in a mesh of any size
         Raises: ValueError for a state of other data.
         """
         self._stream = self._stream.at(state["stream"])
         self._consumed = state["consumed"]
-        pieces = iter(self._stream.pieces_at(place for places in state["open"] for place in places))
-        bins = [list(islice(pieces, len(places))) for places in state["open"]]
+        pieces = iter(self._stream.pieces_at(saved for together in state["open"] for saved in together))
+        bins = [list(islice(pieces, len(together))) for together in state["open"]]
         if state["length"] == self._length:
             self._open = [Bin(parts) for parts in bins]
         else:
@@ -130,16 +131,7 @@ class Packer:
             self._stream.put_back(piece for parts in bins for piece in parts)
 
 
-def sequences(
-    data: Data, tokenizer: Tokenizer, *, length: int, seed: int, state: dict[str, Any] | None = None
-) -> Packer:
-    """The packed sequences of a run without end; with `state`, those that follow where it was taken.
-
-    state: of a Packer or of Windows over the same files, in a mesh of any size
-    Raises: ValueError for what cannot be read, or a state of other data.
-    """
+def sequences(data: Data, tokenizer: Tokenizer, *, length: int, seed: int) -> Packer:
+    """The packed sequences of a run without end. Raises: ValueError for what can be seen before reading."""
     stream = Stream(Corpus(data, tokenizer), length=length, seed=seed)
-    packer = Packer(stream, length=length, pad=tokenizer.pad)
-    if state is not None:
-        packer.restore(state)
-    return packer
+    return Packer(stream, length=length, pad=tokenizer.pad)

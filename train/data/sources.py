@@ -54,10 +54,14 @@ class Documents(Protocol):
 def files_of(source: Source) -> list[Path]:
     """The files of a source, sorted by path. "stdlib": the standard library of this Python, its tests left out.
 
-    Raises: ValueError if there are none.
+    Raises: ValueError if there are none, or for a pattern beside a single file.
     """
     folder = Path(sysconfig.get_path("stdlib")) if source.path == "stdlib" else Path(source.path)
     if folder.is_file():
+        if source.pattern is not None:
+            raise ValueError(
+                f"data: pattern = {source.pattern!r} is given but path = {source.path!r} is one file: leave it out"
+            )
         return [folder]
     files = sorted(file for file in folder.glob(source.glob) if file.is_file())
     if source.path == "stdlib":
@@ -68,8 +72,8 @@ def files_of(source: Source) -> list[Path]:
     return files
 
 
-def _checksum(files: Sequence[Path], sizes: Sequence[int]) -> int:
-    return zlib.crc32(repr([(file.name, size) for file, size in zip(files, sizes, strict=True)]).encode())
+def _checksum(files: Sequence[Path], *sizes: Sequence[int]) -> int:
+    return zlib.crc32(repr(list(zip([file.name for file in files], *sizes, strict=True))).encode())
 
 
 def _refuse_empty(files: Sequence[Path], sizes: Sequence[int]) -> None:
@@ -165,8 +169,8 @@ class Parquet:
         self._field = source.field
         self._files = files_of(source)
         self._groups: list[tuple[Path, int, int]] = []  # file, row group, its first row
-        self.sizes: list[int] = []
         self._rows: list[int] = []
+        self.sizes: list[int] = []
         for file in self._files:
             try:
                 self._add(file)
@@ -182,18 +186,18 @@ class Parquet:
             raise ValueError(f"{file} has no column {self._field!r}: it has {', '.join(columns)}")
         _refuse_empty([file], [facts.num_rows])
         groups = [facts.row_group(index) for index in range(facts.num_row_groups)]
-        firsts = accumulate((group.num_rows for group in groups), initial=0)
-        self._groups += [(file, index, first) for index, first in zip(range(len(groups)), firsts, strict=False)]
+        rows = [group.num_rows for group in groups]
+        self._groups += [(file, *numbered) for numbered in enumerate(accumulate(rows[:-1], initial=0))]
+        self._rows += rows
         self.sizes += [group.total_byte_size for group in groups]
-        self._rows.append(facts.num_rows)
 
     def read(self, chunk: int) -> list[Row]:
         from pyarrow import parquet
 
         path, group, first = self._groups[chunk]
         with parquet.ParquetFile(path) as opened:
-            values = opened.read_row_group(group, columns=[self._field]).column(0).to_pylist()
-        return [Row(path, first + index, value) for index, value in enumerate(values)]
+            column = opened.read_row_group(group, columns=[self._field]).column(0)
+        return [Row(path, first + index, value) for index, value in enumerate(_values(column))]
 
     def content(self, row: Row) -> Any:
         return _present(row.value, self._field)
@@ -202,7 +206,7 @@ class Parquet:
         return f"{row.place}, row {row.number}"
 
     def fingerprint(self) -> int:
-        return _checksum(self._files, self._rows)
+        return _checksum([file for file, *_ in self._groups], self._rows, self.sizes)
 
 
 class OnDisk:
@@ -219,14 +223,15 @@ class OnDisk:
         if self._field not in loaded.column_names:
             raise ValueError(f"{source.path} has no column {self._field!r}: it has {', '.join(loaded.column_names)}")
         _refuse_empty([self._place], [loaded.num_rows])
-        self._dataset = loaded.select_columns([self._field])
+        self._dataset = loaded.select_columns([self._field]).with_format("arrow")
         chunks = -(-loaded.num_rows // ROWS_CHUNK)
-        self.sizes = [loaded.data.nbytes // chunks] * chunks
+        self._bytes = self._dataset.data.nbytes
+        self.sizes = [self._bytes // chunks] * chunks
 
     def read(self, chunk: int) -> list[Row]:
         first = chunk * ROWS_CHUNK
-        values = self._dataset[first : first + ROWS_CHUNK][self._field]
-        return [Row(self._place, first + index, value) for index, value in enumerate(values)]
+        column = self._dataset[first : first + ROWS_CHUNK].column(0)
+        return [Row(self._place, first + index, value) for index, value in enumerate(_values(column))]
 
     def content(self, row: Row) -> Any:
         return _present(row.value, self._field)
@@ -235,7 +240,7 @@ class OnDisk:
         return f"{row.place}, row {row.number}"
 
     def fingerprint(self) -> int:
-        return _checksum([self._place], [self._dataset.num_rows])
+        return _checksum([self._place], [self._dataset.num_rows], [self._bytes])
 
 
 def _load(source: Source) -> Any:
@@ -249,10 +254,23 @@ def _load(source: Source) -> Any:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"data: path = {source.path!r} cannot be loaded by the datasets library: {error}") from error
     if not isinstance(loaded, dict):
+        if source.split is not None:
+            raise ValueError(f"data: split = {source.split!r} but path = {source.path!r} has no splits: leave it out")
         return loaded
-    if source.split not in loaded:
-        raise ValueError(f"data: path = {source.path!r} has no split {source.split!r}: it has {', '.join(loaded)}")
-    return loaded[source.split]
+    split = source.split or "train"
+    if split not in loaded:
+        raise ValueError(f"data: path = {source.path!r} has no split {split!r}: it has {', '.join(loaded)}")
+    return loaded[split]
+
+
+def _values(column: Any) -> list[Any]:
+    """The rows of a column of pyarrow: lists of integers as arrays of numpy, anything else as Python has it."""
+    from pyarrow import types
+
+    kind = column.type
+    if (types.is_list(kind) or types.is_large_list(kind)) and types.is_integer(kind.value_type):
+        return [row.values.to_numpy(zero_copy_only=False) if row.is_valid else None for row in column]
+    return column.to_pylist()
 
 
 def _field_of(parsed: Any, field: str) -> Any:

@@ -4,6 +4,7 @@ Everything is a pure function of (files, seed), the same on every rank, so the o
 state is small: positions in orders that can be drawn again, and the places of pieces that wait.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..config import Data
 from .sources import Documents, Row, documents_of
-from .tokens import Encoded, Encoder, Tokenizer, chat_encoder, text_encoder
+from .tokens import Encoded, Encoder, Tokenizer, chat_encoder, id_encoder, text_encoder
 
 POOL = 2**26
 """Bytes of neighbouring rows that are read and shuffled together."""
@@ -22,6 +23,9 @@ POOL = 2**26
 
 TOGETHER, TOGETHER_ROWS = 2**20, 32
 """Bytes and rows of one source that are encoded together: the first that is reached ends a batch."""
+
+
+CHANGED = "not as it was when the position was saved; take the same files and tokenizer, or begin a new run"
 
 
 class Place(NamedTuple):
@@ -40,6 +44,13 @@ class Piece(NamedTuple):
     ids: np.ndarray
     labels: np.ndarray
     place: Place
+
+    def checksum(self) -> int:
+        return zlib.crc32(self.labels.tobytes(), zlib.crc32(self.ids.tobytes()))
+
+    def saved(self) -> list[int]:
+        """Its place and a checksum: plain numbers by which `Corpus.pieces_at` finds it again."""
+        return [*self.place, self.checksum()]
 
 
 def cut(piece: Piece, length: int) -> list[Piece]:
@@ -65,12 +76,13 @@ class Corpus:
         self.shuffle = data.shuffle
         self.documents: list[Documents] = [documents_of(source) for source in sources]
         self._encoders: list[Encoder] = [
-            chat_encoder(tokenizer) if source.chat else text_encoder(tokenizer) for source in sources
+            (chat_encoder if source.chat else id_encoder if source.tokens else text_encoder)(tokenizer)
+            for source in sources
         ]
         # what must not change for a place to mean the same tokens
         self.identity: dict[str, Any] = {
             "the files": [documents.fingerprint() for documents in self.documents],
-            "field and chat": [[source.field, source.chat] for source in sources],
+            "field, chat and tokens": [[source.field, source.chat, source.tokens] for source in sources],
             "the tokenizer's size, end and pad": [tokenizer.size, tokenizer.end, tokenizer.pad],
         }
 
@@ -91,16 +103,28 @@ class Corpus:
         except ValueError:
             return [alone(row) for row in rows]
 
-    def pieces_at(self, places: Iterable[Sequence[int]]) -> list[Piece]:
-        """The pieces at these places, in their order. Each chunk is read once, one after the other."""
-        wanted = [Place(*place) for place in places]
-        encoded: dict[tuple[int, int, int], Encoded] = {}
-        for (source, chunk), group in groupby(sorted({place[:3] for place in wanted}), key=itemgetter(0, 1)):
-            read, rows = self.documents[source].read(chunk), list(group)
-            for row, document in zip(rows, self.encode(source, [read[row] for *_, row in rows]), strict=True):
-                encoded[row] = _good(document)
-        found = [(place, *encoded[place[:3]]) for place in wanted]
-        return [Piece(ids[p.start : p.stop], labels[p.start : p.stop], p) for p, ids, labels in found]
+    def pieces_at(self, saved: Iterable[Sequence[int]]) -> list[Piece]:
+        """The pieces that `Piece.saved` gave, in their order. Each chunk is read once, one after the other.
+
+        Raises: ValueError if one of them is not what it was.
+        """
+        wanted = [(Place(*place), checksum) for *place, checksum in saved]
+        found: dict[tuple[int, int, int], tuple[Row, Encoded]] = {}
+        for (source, chunk), group in groupby(sorted({place[:3] for place, _ in wanted}), key=itemgetter(0, 1)):
+            read, keys = self.documents[source].read(chunk), list(group)
+            if keys[-1][2] >= len(read):
+                raise ValueError(f"source {source} of [data] has {len(read)} rows in chunk {chunk}: {CHANGED}")
+            rows = [read[row] for *_, row in keys]
+            for key, row, document in zip(keys, rows, self.encode(source, rows), strict=True):
+                found[key] = row, _good(document)
+        return [self._piece(place, *found[place[:3]], checksum=checksum) for place, checksum in wanted]
+
+    def _piece(self, place: Place, row: Row, document: Encoded, *, checksum: int) -> Piece:
+        ids, labels = (values[place.start : place.stop] for values in document)
+        piece = Piece(ids, labels, place)
+        if piece.checksum() != checksum:
+            raise ValueError(f"{self.documents[place.source].name(row)}: {CHANGED}")
+        return piece
 
 
 def _good(document: Encoded | ValueError) -> Encoded:
@@ -116,42 +140,50 @@ class Cursor:
     """
 
     def __init__(
-        self, documents: Documents, *, seed: int, index: int, shuffle: bool, state: dict[str, int] | None = None
+        self, documents: Documents, *, seed: int, index: int, shuffle: bool, state: dict[str, Any] | None = None
     ) -> None:
+        start = state or {"epoch": 0, "chunk": 0, "row": 0, "rows": None}
         self._documents, self._seed, self._index, self._shuffle = documents, seed, index, shuffle
-        self.epoch, self._first, self._next = (state["epoch"], state["chunk"], state["row"]) if state else (0, 0, 0)
+        self.epoch: int = start["epoch"]
+        self._first: int = start["chunk"]
+        self._next: int = start["row"]
+        self._saved: int | None = start["rows"]
         self._found = state is not None
         self._order = self._drawn(len(documents.sizes))
-        self._load()
+        self._pool: list[tuple[int, int, Row]] | None = None  # read when a document is asked for
 
-    def state(self) -> dict[str, int]:
-        """epoch; chunk: the first of this pool, as a place in the epoch's order; row: the next in the pool's order."""
-        return {"epoch": self.epoch, "chunk": self._first, "row": self._next}
+    def state(self) -> dict[str, Any]:
+        """epoch; chunk: the first of this pool, as a place in the epoch's order; row: the next in the pool's order;
+        rows: of this pool, None if it was not read yet."""
+        rows = self._saved if self._pool is None else len(self._pool)
+        return {"epoch": self.epoch, "chunk": self._first, "row": self._next, "rows": rows}
 
     def __next__(self) -> tuple[int, int, Row]:
         """(chunk, row in the chunk, the row). Raises: ValueError if an epoch holds no document."""
+        if self._pool is None:
+            self._pool = self._load()
         while self._next == len(self._pool):
-            self._advance()
+            self._pool = self._advance()
         self._found = True
         self._next += 1
         return self._pool[self._next - 1]
 
-    def _advance(self) -> None:
+    def _advance(self) -> list[tuple[int, int, Row]]:
         self._first, self._next = self._last, 0
         if self._last == len(self._order):
             if not self._found:
                 raise ValueError(f"a source of [data] holds no document: {len(self._order)} chunk(s) were read")
             self.epoch, self._first, self._found = self.epoch + 1, 0, False
             self._order = self._drawn(len(self._order))
-        self._load()
+        return self._load()
 
     def _drawn(self, count: int, *draw: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(count)
         return np.random.default_rng((self._seed, self.epoch, self._index, *draw)).permutation(count)
 
-    def _load(self) -> None:
-        """Read the pool that begins at the chunk `_first` of the order."""
+    def _load(self) -> list[tuple[int, int, Row]]:
+        """The pool that begins at the chunk `_first` of the order. Raises: ValueError if it is not the one saved."""
         self._last, size = self._first, 0
         pool: list[tuple[int, int, Row]] = []
         while self._last == self._first or self._mixes(size):
@@ -159,7 +191,13 @@ class Cursor:
             pool += [(chunk, index, row) for index, row in enumerate(self._documents.read(chunk))]
             size += self._documents.sizes[chunk]
             self._last += 1
-        self._pool = [pool[index] for index in self._drawn(len(pool), self._first + 1)]
+        if self._saved not in (None, len(pool)):
+            raise ValueError(
+                f"source {self._index} of [data] has {len(pool)} rows from chunk {self._first} of the order on, "
+                f"{self._saved} were there: {CHANGED}"
+            )
+        self._saved = None
+        return [pool[index] for index in self._drawn(len(pool), self._first + 1)]
 
     def _mixes(self, size: int) -> bool:
         """Whether a pool of this many bytes takes in another chunk."""
@@ -172,7 +210,7 @@ class Reader:
     def __init__(self, corpus: Corpus, source: int, cursor: Cursor) -> None:
         self._corpus, self._source, self._cursor = corpus, source, cursor
         self._state = cursor.state()
-        self._ready: deque[tuple[Piece | ValueError, dict[str, int]]] = deque()
+        self._ready: deque[tuple[Piece | ValueError, dict[str, Any]]] = deque()
 
     def __next__(self) -> Piece:
         """A whole document. Raises: ValueError naming file and line of one that cannot be encoded."""
@@ -200,7 +238,7 @@ class Reader:
                 place = Place(self._source, chunk, row, 0, len(document[0]))
                 self._ready.append((Piece(*document, place), state))
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """The cursor's, behind the last document that was handed out."""
         return self._state
 
@@ -254,9 +292,9 @@ class Stream:
         """The same stream where a state was taken. Raises: ValueError for a state of other data."""
         return Stream(self._corpus, length=self._length, seed=self._seed, state=state)
 
-    def pieces_at(self, places: Iterable[Sequence[int]]) -> list[Piece]:
-        """The pieces at these places, in their order."""
-        return self._corpus.pieces_at(places)
+    def pieces_at(self, saved: Iterable[Sequence[int]]) -> list[Piece]:
+        """The pieces that `Piece.saved` gave, in their order. Raises: ValueError if one is not what it was."""
+        return self._corpus.pieces_at(saved)
 
     def put_back(self, pieces: Iterable[Piece]) -> None:
         """Hand out these pieces before all others, cut to `length`."""
@@ -269,5 +307,5 @@ class Stream:
             "sources": [reader.state() for reader in self._readers],
             "weights": self._corpus.weights,
             "tokens": list(self._tokens),
-            "waiting": [list(piece.place) for piece in self._waiting],
+            "waiting": [piece.saved() for piece in self._waiting],
         }

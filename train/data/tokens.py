@@ -124,6 +124,24 @@ def _bytes_of(text: Any) -> bytes:
         raise ValueError(f"half of a surrogate pair at character {error.start}, which is no text") from None
 
 
+def id_encoder(tokenizer: Tokenizer) -> Encoder:
+    """Takes lists or arrays of ids as they are, each closed by `end` unless it is; each next token is a target."""
+    return lambda rows: [(ids, labels_of(ids)) for ids in (_ids_of(row, tokenizer) for row in rows)]
+
+
+def _ids_of(row: Any, tokenizer: Tokenizer) -> np.ndarray:
+    if not isinstance(row, list | np.ndarray):
+        raise ValueError(f"a list of token ids was expected, found {type(row).__name__}")
+    ids = np.asarray(row)
+    if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        raise ValueError(f"a list of token ids was expected, found one of {ids.dtype.name} in {ids.ndim} dimension(s)")
+    bad = ids[(ids < 0) | (ids >= tokenizer.size)]
+    if bad.size:
+        raise ValueError(f"token id {bad[0]}: data.tokenizer has the ids 0 to {tokenizer.size - 1}")
+    closed = bool(ids.size) and ids[-1] == tokenizer.end
+    return ids.astype(np.int64) if closed else np.append(ids.astype(np.int64), tokenizer.end)
+
+
 def chat_encoder(tokenizer: Tokenizer) -> Encoder:
     """Encodes lists of messages through the tokenizer's chat template; the assistant's tokens alone are targets.
 
