@@ -58,7 +58,7 @@ def config(tmp_path):
 REFUSED = {
     "spelled": (["train.stebs=3"], 2, "train.stebs is not a key: did you mean train.steps?"),
     "type": (["train.steps='3'"], 2, "train.steps = '3' (a string): accepted is an integer"),
-    "folder": (["data.path=/nowhere"], 2, "data.path = '/nowhere' is not a folder"),
+    "folder": (["data.path=/nowhere"], 2, "data.path = '/nowhere' is not there"),
     "length": (["sequence.length=66"], 2, "sequence.length = 66 must divide by 4"),
     "world": ([], 3, "a world of 3 processes does not divide by parallel.ring = 2"),
     "ring": ([], 1, "= 2 ranks is more than the 1 processes of the world"),
