@@ -15,6 +15,7 @@ from . import data, flops, model, probe
 from .config import Batch, Config
 from .data import Sequence, Window, Windows
 from .engine import Engine, learning_rate
+from .evaluation import Evaluator
 from .metrics import MetricsWriter, StepRecord
 from .resume import Progress, Saver
 from .world import World
@@ -26,6 +27,7 @@ class Run:
 
     windows: for each step this ring's micro-batches
     saver, progress: the checkpoints, and where the run goes on from
+    evaluator: what [evaluation] asks for
     shape: for counting FLOPs; peak_tflops: of one device, or None and the reason
     """
 
@@ -36,6 +38,7 @@ class Run:
     windows: Windows
     saver: Saver
     progress: Progress
+    evaluator: Evaluator
     shape: flops.ModelShape
     peak_tflops: float | None
     peak_missing: str | None
@@ -47,22 +50,29 @@ def prepare(config: Config, world: World) -> Run:
     tokenizer = data.tokenizer_of(config.data, config.model.config["vocab_size"])
     length = config.sequence.length
     sequences = data.sequences(config.data, tokenizer, length=length, seed=config.train.seed)
-    ringflash.hf.register(world.ring, name=model.ATTENTION)
-    world.ring.layout(length)
+    data.check_apart(config.data, config.evaluation)
+    evaluator = Evaluator(config, world, tokenizer)
     shape = flops.describe(model.config_of(config.model))
-    if config.train.self_test:
-        probe.check_attention(config, world)
-        probe.check_gradient(config, world)
-    engine = Engine(model.build(config, world.device), config, batch, world)
+    engine = build_engine(config, world)
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
     saver = Saver(config, world, engine, windows)
-    return Run(config, world, batch, engine, windows, saver, saver.resume(), shape, peak, missing)
+    return Run(config, world, batch, engine, windows, saver, saver.resume(), evaluator, shape, peak, missing)
+
+
+def build_engine(config: Config, world: World) -> Engine:
+    """The model of a run under its engine, tested, with the weights that it begins with. Raises: as `prepare`."""
+    ringflash.hf.register(world.ring, name=model.ATTENTION)
+    world.ring.layout(config.sequence.length)
+    if config.train.self_test:
+        probe.check_attention(config, world)
+        probe.check_gradient(config, world)
+    return Engine(model.build(config, world.device), config, config.batch(world.size), world)
 
 
 def fit(run: Run) -> None:
-    """Train up to train.steps, write the metrics of each step, save where [checkpoint] asks for it."""
+    """Train up to train.steps, write the metrics of each step, save and evaluate where they are due."""
     facts = {"world_size": run.world.size, "device": str(run.world.device), "torch": torch.__version__}
     first, tokens_seen = run.progress
     with MetricsWriter(
@@ -74,6 +84,9 @@ def fit(run: Run) -> None:
             metrics.write(record)
             if run.saver.due(step):
                 run.saver.save(Progress(step, tokens_seen))
+            if run.evaluator.due(step):
+                metrics.write_evaluation(run.evaluator(run.engine, Progress(step, tokens_seen)))
+                run.world.gather([0.0])  # the next step is not timed while rank 0 still draws
 
 
 def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:

@@ -32,7 +32,7 @@ FIXED = (
 )
 """Keys that must be as they were: a checkpoint fits no other, or DeepSpeed restores the old value with it."""
 
-FREE = ("checkpoint.", "metrics.", "launch.", "slurm.", "kubernetes.")
+FREE = ("checkpoint.", "evaluation.", "metrics.", "launch.", "slurm.", "kubernetes.")
 """Keys that change nothing of what is trained."""
 
 
@@ -58,13 +58,7 @@ class Saver:
         self._world = world
         self._engine = engine
         self._windows = windows
-        self._mesh = Mesh(
-            processes=world.size,
-            data=world.data_size,
-            ring=config.parallel.ring,
-            ulysses=config.parallel.ulysses,
-            zero=config.parallel.zero,
-        )
+        self._mesh = mesh_of(config, world)
 
     def due(self, step: int) -> bool:
         """Whether [checkpoint] asks for one after this step: at multiples of `every`, and at the end."""
@@ -185,6 +179,60 @@ class Saver:
                 raise CheckpointError(f"rank {rank} could not save a checkpoint, the ones before it stay: {error}")
 
 
+def load_weights(config: Config, world: World, engine: Engine) -> Progress:
+    """Load the weights of what checkpoint.resume asks for, to be evaluated. All ranks must call it.
+
+    "no": the weights that a run begins with. Returns how far the run was.
+    Raises: ValueError, the same sentence on all ranks, if there is no checkpoint or it holds another model.
+    """
+    chosen: Found | str | None = None
+    if world.rank == 0:
+        try:
+            chosen = _to_evaluate(config)
+        except (ValueError, OSError) as error:
+            chosen = str(error)
+    chosen = world.gather_objects(chosen)[0]
+    if isinstance(chosen, str):
+        raise ValueError(chosen)
+    if chosen is None:
+        return Progress(0, 0)
+    path, manifest = chosen
+    check_mesh(chosen, mesh_of(config, world))
+    engine.load(path)
+    return Progress(manifest.step, manifest.tokens_seen)
+
+
+def _to_evaluate(config: Config) -> Found | None:
+    wanted, folder = config.checkpoint.resume, config.checkpoint_dir
+    if wanted == "no":
+        return None
+    if wanted == "auto":
+        found, torn = checkpoint.whole(folder)
+        for sentence in torn:
+            _say(f"{sentence}; it is passed over")
+        if not found:
+            raise ValueError(
+                f"no whole checkpoint is in checkpoint.dir = {str(folder)!r}: --checkpoint with the folder of one is "
+                "accepted, or checkpoint.resume = 'no' for the weights that the run begins with"
+            )
+        chosen = found[-1]
+    else:
+        chosen = checkpoint.read(Path(wanted))
+    compare(chosen, config.model_dump(mode="json"), fixed=("model.",))
+    return chosen
+
+
+def mesh_of(config: Config, world: World) -> Mesh:
+    """How the ranks of this run are used."""
+    return Mesh(
+        processes=world.size,
+        data=world.data_size,
+        ring=config.parallel.ring,
+        ulysses=config.parallel.ulysses,
+        zero=config.parallel.zero,
+    )
+
+
 def check_steps(found: Found, steps: int) -> None:
     """Refuse a checkpoint behind the end of the run."""
     if found.manifest.step > steps:
@@ -204,16 +252,16 @@ def check_mesh(found: Found, now: Mesh) -> None:
         )
 
 
-def compare(found: Found, now: dict[str, Any]) -> list[str]:
+def compare(found: Found, now: dict[str, Any], fixed: tuple[str, ...] = FIXED) -> list[str]:
     """What changed in the config since a checkpoint was saved, a phrase a key, but for FREE.
 
-    now: the config of this run, as JSON
-    Raises: ValueError for one of FIXED, naming both values.
+    now: the config of this run, as JSON; fixed: beginnings of the keys that must be as they were
+    Raises: ValueError for one of those, naming both values.
     """
     before, after = _flat(found.manifest.config), _flat(now)
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
     for key in changed:
-        if key.startswith(FIXED):
+        if key.startswith(fixed):
             raise ValueError(
                 f"{found.path} was saved with {_named(key, before, after)}, this run has "
                 f"{_named(key, after, before)}: the value that was saved is accepted, or checkpoint.resume = 'no'"

@@ -15,9 +15,10 @@ ACCEPTED = {
 """format -> what a path must be."""
 
 
-def check_paths(config: Config) -> None:
+def check_paths(config: Config, *, trains: bool = True) -> None:
     """Refuse folders that are not there, hold nothing to read, or cannot be written.
 
+    trains: whether [data] is read, which an evaluation of a checkpoint does not need
     Apart from `load`, because a login node need not have them. Raises: ConfigError.
     """
     try:
@@ -31,8 +32,10 @@ def check_paths(config: Config) -> None:
             raise ConfigError(
                 f"checkpoint.dir = {str(config.checkpoint_dir)!r} cannot be written: {error.strerror}"
             ) from None
-    for index, source in enumerate(config.data.all_sources):
+    for index, source in enumerate(config.data.all_sources if trains else []):
         _check_source(source, f"data.sources.{index}" if config.data.sources else "data")
+    for index, source in enumerate(config.evaluation.sources):
+        _check_source(source, f"evaluation.sources.{index}")
     if config.data.tokenizer != "bytes" and not Path(config.data.tokenizer).is_dir():
         raise ConfigError(
             f"data.tokenizer = {config.data.tokenizer!r} is not a folder: 'bytes' or a local folder is accepted"

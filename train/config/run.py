@@ -10,6 +10,7 @@ from .rules import RULES
 from .sections import (
     Checkpoint,
     Data,
+    Evaluation,
     Kubernetes,
     Launch,
     Memory,
@@ -43,6 +44,7 @@ class Config(Section):
     train: Train
     memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
     metrics: Metrics = Metrics()
     launch: Launch
     slurm: Slurm = Slurm()
