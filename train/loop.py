@@ -27,7 +27,7 @@ class Run:
 
     windows: for each step this ring's micro-batches
     saver, progress: the checkpoints, and where the run goes on from
-    evaluator: what [evaluation] asks for
+    evaluator: None unless [evaluation] asks for it during training
     shape: for counting FLOPs; peak_tflops: of one device, or None and the reason
     """
 
@@ -38,7 +38,7 @@ class Run:
     windows: Windows
     saver: Saver
     progress: Progress
-    evaluator: Evaluator
+    evaluator: Evaluator | None
     shape: flops.ModelShape
     peak_tflops: float | None
     peak_missing: str | None
@@ -50,8 +50,10 @@ def prepare(config: Config, world: World) -> Run:
     tokenizer = data.tokenizer_of(config.data, config.model.config["vocab_size"])
     length = config.sequence.length
     sequences = data.sequences(config.data, tokenizer, length=length, seed=config.train.seed)
-    data.check_apart(config.data, config.evaluation)
-    evaluator = Evaluator(config, world, tokenizer)
+    evaluator = None
+    if config.evaluation.every is not None:
+        data.check_apart(config.data, config.evaluation)
+        evaluator = Evaluator(config, world, tokenizer)
     shape = flops.describe(model.config_of(config.model))
     engine = build_engine(config, world)
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
@@ -84,7 +86,7 @@ def fit(run: Run) -> None:
             metrics.write(record)
             if run.saver.due(step):
                 run.saver.save(Progress(step, tokens_seen))
-            if run.evaluator.due(step):
+            if run.evaluator and run.evaluator.due(step):
                 metrics.write_evaluation(run.evaluator(run.engine, Progress(step, tokens_seen)))
                 run.world.gather([0.0])  # the next step is not timed while rank 0 still draws
 

@@ -18,7 +18,7 @@ ACCEPTED = {
 def check_paths(config: Config, *, trains: bool = True) -> None:
     """Refuse folders that are not there, hold nothing to read, or cannot be written.
 
-    trains: whether [data] is read, which an evaluation of a checkpoint does not need
+    trains: whether [data] is read; otherwise a checkpoint is evaluated
     Apart from `load`, because a login node need not have them. Raises: ConfigError.
     """
     try:
@@ -34,7 +34,8 @@ def check_paths(config: Config, *, trains: bool = True) -> None:
             ) from None
     for index, source in enumerate(config.data.all_sources if trains else []):
         _check_source(source, f"data.sources.{index}" if config.data.sources else "data")
-    for index, source in enumerate(config.evaluation.sources):
+    evaluates = not trains or config.evaluation.every is not None
+    for index, source in enumerate(config.evaluation.sources if evaluates else []):
         _check_source(source, f"evaluation.sources.{index}")
     if config.data.tokenizer != "bytes" and not Path(config.data.tokenizer).is_dir():
         raise ConfigError(

@@ -40,7 +40,7 @@ class Haystack:
         self._filler, self._before, self._after, self._question = tokenizer.encode([FILLER, BEFORE, AFTER, QUESTION])
         self.cells = list(product(needle.lengths, needle.depths))
         self._shared = self._shared_beginning()
-        for text in self._texts():
+        for text in self.texts():
             if text.length == needle.lengths[0]:
                 self.ids_of(text)  # there is room for it
 
@@ -54,7 +54,7 @@ class Haystack:
         columns = zip(*keys, strict=False)
         return next((index for index, column in enumerate(columns) if len(set(column)) > 1), 0)
 
-    def _texts(self) -> list[Text]:
+    def texts(self) -> list[Text]:
         """Every text, the longest first."""
         numbers = range(self._needle.samples)
         texts = [Text(*place, number, cell) for cell, place in enumerate(self.cells) for number in numbers]
@@ -81,7 +81,7 @@ class Haystack:
 
     def __iter__(self) -> Iterator[Marked]:
         """All texts as documents of packed sequences; each target counts for the cell of its text."""
-        for texts in _packed(self._texts(), self._length):
+        for texts in _packed(self.texts(), self._length):
             ids = np.full(self._length, self._pad, np.int64)
             labels, rows = np.full_like(ids, IGNORED), np.zeros_like(ids)
             borders = [0]
