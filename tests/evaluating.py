@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import saving
 import torch
 import training
 
-from train import data, loop, model
+from train import data, loop, metrics, model
 from train.config import Config
 from train.evaluation import Evaluator, standalone
 from train.evaluation.needle import Haystack
@@ -56,6 +60,20 @@ def evaluate(config: Config) -> list[Any]:
     results.append(engine.module.training and torch.is_grad_enabled())
     engine.close()
     return results
+
+
+def train(config: Config, drawing_s: float = 0.0) -> dict[str, Any]:
+    """Body: a whole run, from the same random states each time; drawing_s: how long rank 0 draws the first picture."""
+    random.seed(1)
+    np.random.seed(1)
+    draw, waits = metrics.draw, iter([drawing_s])
+
+    def slowly(*args: Any, **options: Any) -> None:
+        time.sleep(next(waits, 0.0))
+        draw(*args, **options)
+
+    with patch.object(metrics, "draw", slowly):
+        return saving.go(config)
 
 
 def evaluate_checkpoint(config: Config) -> str | None:

@@ -162,6 +162,16 @@ FAULTS = [
         "elif deterministic:", "elif False:",
         "tests/test_kernel_gluon.py::test_gradients_that_must_repeat_are_summed_in_one_order",
     ),
+    Fault(
+        "a sequence that fills up the rings is counted twice", "train/evaluation/score.py",
+        "np.full_like(like.sequence.labels, IGNORED), [0, 1]", "like.sequence.labels, like.sequence.cu_seqlens",
+        "tests/test_evaluation.py::test_R67_an_evaluation_over_a_mesh_is_that_of_one_process[(4, 1, 1)-0]",
+    ),
+    Fault(
+        "a position on a border counts for the range below", "train/evaluation/evaluator.py",
+        'side="right"', 'side="left"',
+        "tests/test_evaluation.py::test_R67_an_evaluation_over_a_mesh_is_that_of_one_process[(4, 1, 1)-0]",
+    ),
     # found while the tests were written
     Fault(
         "fp32 products cast under autocast", "ringflash/ops.py",

@@ -9,7 +9,6 @@ import corpora
 import evaluating
 import numpy as np
 import pytest
-import saving
 import training
 
 from train import data
@@ -19,6 +18,8 @@ from train.data.tokens import ByteTokenizer, FolderTokenizer
 from train.evaluation import Result, draw
 from train.evaluation.needle import FILLER, Haystack
 from train.evaluation.result import Cell, Range
+
+DRAWING_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +78,7 @@ def test_without_documents_the_position_is_that_of_the_sequence(pool, texts, hel
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_training_is_bitwise_the_same_with_evaluations_and_a_checkpoint_evaluates_alike(
-    pool, tmp_path, held_out, zero, capfd
-):
+def test_training_is_bitwise_the_same_with_evaluations_and_a_checkpoint_evaluates_alike(pool, tmp_path, held_out, zero):
     """The texts hold one letter, 7, so that the model soon finds it the most likely one, also in keys."""
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -90,7 +89,7 @@ def test_training_is_bitwise_the_same_with_evaluations_and_a_checkpoint_evaluate
     shared["checkpoint"] = {"every": 5}
     plain = evaluating.config_of(texts, held_out, folder=tmp_path / "plain", **shared)
     config = evaluating.config_of(texts, held_out, folder=tmp_path / "evaluated", evaluation={"every": 2}, **shared)
-    want, got = pool(2)(saving.go, plain), pool(2)(saving.go, config)
+    want, got = pool(2)(evaluating.train, plain), pool(2)(evaluating.train, config, DRAWING_S)
     assert [(run["after"], run["drawn"]) for run in got] == [(run["after"], run["drawn"]) for run in want]
     rows = {
         run: list(map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())) for run in (plain, config)
@@ -98,6 +97,7 @@ def test_training_is_bitwise_the_same_with_evaluations_and_a_checkpoint_evaluate
     kept = ("step", "loss", "grad_norm", "tokens_seen")
     steps = [[{name: row[name] for name in kept} for row in rows[run] if row["kind"] == "step"] for run in rows]
     assert steps[0] == steps[1]
+    assert all(row["step_time_s"] < DRAWING_S for row in rows[config] if row["kind"] == "step")
     found = [row for row in rows[config] if row["kind"] == "evaluation"]
     assert [row["step"] for row in found] == [2, 4, 5]
     assert [row["tokens_seen"] for row in found] == [steps[0][row["step"] - 1]["tokens_seen"] for row in found]

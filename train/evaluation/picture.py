@@ -38,7 +38,7 @@ def _draw_needle(figure: Any, axes: Any, cells: list[Cell]) -> None:
     shares = {(cell.length, cell.depth): cell.accuracy for cell in cells}
     grid = [[shares[length, depth] for length in lengths] for depth in depths]
     image = axes.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(len(lengths)), [short(length) for length in lengths], rotation=45, ha="right")
+    axes.set_xticks(range(len(lengths)), [short(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set(title="pass key, teacher forcing", xlabel="tokens of the text", ylabel="depth of the key")
     if len(cells) <= ANNOTATED:
@@ -46,7 +46,12 @@ def _draw_needle(figure: Any, axes: Any, cells: list[Cell]) -> None:
             for column, share in enumerate(line):
                 color = "black" if share > 0.6 else "white"
                 axes.text(column, row, f"{share:.0%}", ha="center", va="center", color=color, fontsize=8)
-    figure.colorbar(image, ax=axes, label="share of the key's tokens", format=lambda value, _: f"{value:.0%}")
+    figure.colorbar(
+        image,
+        ax=axes,
+        label="tokens of the keys that were the most likely ones",
+        format=lambda value, _: f"{value:.0%}",
+    )
 
 
 def short(tokens: int) -> str:
