@@ -67,12 +67,12 @@ def test_without_documents_the_position_is_that_of_the_sequence(pool, texts, hel
         held_out,
         mesh=(2, 2, 1),
         data={"path": str(texts), "document_mask": False},
-        evaluation={"needle": {}, "sequences": 5},
+        evaluation={"needle": {}, "tokens": 1000},
     )
     result = pool(4)(evaluating.evaluate, config)[0][0]
     sequences = list(HeldOut(config.evaluation, ByteTokenizer(), length=evaluating.LENGTH))
     counts = [sum(int((s.labels[p.first : p.last + 1] >= 0).sum()) for s in sequences) for p in result.by_position]
-    assert len(sequences) == 5
+    assert result.targets == sum(counts) and sum(s.cu_seqlens[-1] for s in sequences) == 1000
     assert [part.targets for part in result.by_position] == counts
     assert result.needle == [] and result.accuracy is None
 
@@ -91,14 +91,12 @@ def test_training_is_bitwise_the_same_with_evaluations_and_a_checkpoint_evaluate
     config = evaluating.config_of(texts, held_out, folder=tmp_path / "evaluated", evaluation={"every": 2}, **shared)
     want, got = pool(2)(evaluating.train, plain), pool(2)(evaluating.train, config, DRAWING_S)
     assert [(run["after"], run["drawn"]) for run in got] == [(run["after"], run["drawn"]) for run in want]
-    rows = {
-        run: list(map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())) for run in (plain, config)
-    }
+    rows = [list(map(json.loads, path.read_text().splitlines())) for path in map(metrics_of, (plain, config))]
     kept = ("step", "loss", "grad_norm", "tokens_seen")
-    steps = [[{name: row[name] for name in kept} for row in rows[run] if row["kind"] == "step"] for run in rows]
+    steps = [[{name: row[name] for name in kept} for row in run if row["kind"] == "step"] for run in rows]
     assert steps[0] == steps[1]
-    assert all(row["step_time_s"] < DRAWING_S for row in rows[config] if row["kind"] == "step")
-    found = [row for row in rows[config] if row["kind"] == "evaluation"]
+    assert next(row for row in rows[1] if row["step"] == 3)["step_time_s"] < DRAWING_S
+    found = [row for row in rows[1] if row["kind"] == "evaluation"]
     assert [row["step"] for row in found] == [2, 4, 5]
     assert [row["tokens_seen"] for row in found] == [steps[0][row["step"] - 1]["tokens_seen"] for row in found]
     pictures = sorted(path.name for path in (config.run_dir / "evaluation").iterdir())
@@ -114,7 +112,11 @@ def test_training_is_bitwise_the_same_with_evaluations_and_a_checkpoint_evaluate
     assert written["step"] == 5 and written["loss"] == found[-1]["eval/loss"]
     assert [cell["accuracy"] for cell in written["needle"]] == list(keys.values())
     assert (config.run_dir / "evaluation.png").stat().st_size > 10_000
-    assert rows[config] == list(map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines()))
+    assert rows[1] == list(map(json.loads, metrics_of(config).read_text().splitlines())), "not touched"
+
+
+def metrics_of(config):
+    return config.run_dir / "metrics.jsonl"
 
 
 def spelled(config):
@@ -146,8 +148,12 @@ def test_each_held_out_document_is_read_once_and_always_in_one_order(held_out, t
     files = [file.read_bytes() for file in held_out.glob("*/*.txt")]
     assert (tokens == 256).sum() == len(files)
     assert sorted(tokens) == sorted([*b"".join(files), *[256] * len(files)])
-    some = HeldOut(config.evaluation.model_copy(update={"sequences": 3}), ByteTokenizer(), length=64)
-    assert [s.digest() for s in some] == [s.digest() for s in first[:3]]
+    short, long = (
+        HeldOut(config.evaluation.model_copy(update={"tokens": 700}), ByteTokenizer(), length=length)
+        for length in (64, 512)
+    )
+    tokens = [sorted(np.concatenate([s.ids[: s.cu_seqlens[-1]] for s in some])) for some in (short, long)]
+    assert len(tokens[0]) == 700 and tokens[0] == tokens[1], "the same tokens, whatever the length of a sequence"
 
 
 def test_what_is_trained_on_is_not_held_out(texts, held_out):
@@ -204,7 +210,7 @@ REFUSED = {
     "depth": ({"needle": {"lengths": [200], "depths": [1.5]}}, "less than or equal to 1"),
     "weight": (
         {"sources": [{"path": "x", "format": "text", "weight": 2.0}]},
-        "evaluation.sources.0.weight is given but without evaluation.sequences",
+        "evaluation.sources.0.weight is given but without evaluation.tokens",
     ),
     "field": (
         {"sources": [{"path": "x", "format": "text", "field": "y"}]},

@@ -216,14 +216,14 @@ def _check_evaluation(config: "Config") -> None:
             f"evaluation.every = {evaluation.every} has nothing to evaluate: the tables [[evaluation.sources]] or "
             "evaluation.needle.lengths are needed"
         )
-    for key in ("sequences", "positions"):
+    for key in ("tokens", "positions"):
         if key in evaluation.model_fields_set and not evaluation.sources:
             raise ConfigError(f"evaluation.{key} is given but there is no table [[evaluation.sources]]")
     for index, source in enumerate(evaluation.sources):
         name = f"evaluation.sources.{index}"
         _check_source(source, name, tokenizer=config.data.tokenizer)
-        if "weight" in source.model_fields_set and evaluation.sequences is None:
-            raise ConfigError(f"{name}.weight is given but without evaluation.sequences every document is read once")
+        if "weight" in source.model_fields_set and evaluation.tokens is None:
+            raise ConfigError(f"{name}.weight is given but without evaluation.tokens every document is read once")
     for name, values in (("positions", evaluation.positions or []), ("needle.lengths", needle.lengths)):
         _check_rising(f"evaluation.{name}", values)
     _check_rising("evaluation.needle.depths", needle.depths)

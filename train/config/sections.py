@@ -171,8 +171,8 @@ class Evaluation(Section):
     """Steps from one evaluation to the next; behind the last step is one too. Left out: `ringflash eval` alone."""
     sources: list[Source] = []
     """Tables [[evaluation.sources]]: held-out documents, each read once, in an order that never changes."""
-    sequences: Count | None = None
-    """At most this many packed sequences of them; left out: all."""
+    tokens: Count | None = None
+    """At most this many tokens of them; left out: all."""
     positions: Annotated[list[Count], Field(min_length=1)] | None = None
     """Borders of the ranges of loss by position, tokens; left out: the powers of two from 128 on."""
     needle: Needle = Needle()

@@ -1,7 +1,6 @@
 """Held-out documents -> packed sequences, each document once, in an order that nothing of a run changes."""
 
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 from ..config import Data, Evaluation, Source
@@ -21,32 +20,38 @@ class HeldOut:
     """
 
     def __init__(self, evaluation: Evaluation, tokenizer: Tokenizer, *, length: int) -> None:
-        data = Data(sources=evaluation.sources, shuffle=True)
-        self._corpus = Corpus(data, tokenizer)
-        self._length, self._pad, self._limit = length, tokenizer.pad, evaluation.sequences
+        self._corpus = Corpus(Data(sources=evaluation.sources, shuffle=True), tokenizer)
+        self._length, self._pad, self._limit = length, tokenizer.pad, evaluation.tokens
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The same sequences each time, `evaluation.sequences` at most; what was open at the end comes last."""
-        packer = Packer(_Once(self._corpus, length=self._length, seed=ORDER), length=self._length, pad=self._pad)
-        return islice(_to_the_end(packer), self._limit)
-
-
-def _to_the_end(packer: Packer) -> Iterator[Sequence]:
-    yield from packer
-    yield from packer.rest()
+        """The same sequences each time; what was open at the end comes last."""
+        stream = _Once(self._corpus, length=self._length, limit=self._limit)
+        packer = Packer(stream, length=self._length, pad=self._pad)
+        yield from packer
+        yield from packer.rest()
 
 
 class _Once(Stream):
-    """A stream that ends when each document has been read once; a source that has no more leaves the mixture."""
+    """A stream that ends when each document has been read once, or `limit` tokens have.
+
+    A source that has no more leaves the mixture. The limit is one of documents, not of sequences: the first sequences
+    to be full would be those of the long ones.
+    """
+
+    def __init__(self, corpus: Corpus, *, length: int, limit: int | None) -> None:
+        super().__init__(corpus, length=length, seed=ORDER)
+        self._limit = limit
 
     def __next__(self) -> Piece:
         while not self._waiting:
+            left = None if self._limit is None else self._limit - sum(self._tokens)
             open_sources = [i for i, reader in enumerate(self._readers) if not reader.state()["epoch"]]
-            if not open_sources:
+            if not open_sources or left == 0:
                 raise StopIteration
             source = min(open_sources, key=lambda i: self._tokens[i] / self._corpus.weights[i])
-            document = next(self._readers[source])
+            ids, labels, place = next(self._readers[source])
             if not self._readers[source].state()["epoch"]:
+                document = Piece(ids[:left], labels[:left], place)
                 self._tokens[source] += len(document.ids)
                 self._waiting.extend(cut(document, self._length))
         return self._waiting.popleft()

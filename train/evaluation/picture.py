@@ -49,7 +49,7 @@ def _draw_needle(figure: Any, axes: Any, cells: list[Cell]) -> None:
     figure.colorbar(
         image,
         ax=axes,
-        label="tokens of the keys that were the most likely ones",
+        label="right tokens of the key",
         format=lambda value, _: f"{value:.0%}",
     )
 
