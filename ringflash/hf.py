@@ -2,13 +2,16 @@
 
 `register` puts both where transformers looks them up by name; no model is patched. What a model asks for and a ring
 cannot do exactly is refused, naming the layer and the argument. transformers is imported by `register` alone.
+`freeze_rope` changes a config so that no rotary frequency depends on the rank.
 
 Letters: B batch, L local tokens, H query heads, G key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -69,6 +72,46 @@ def register(ring: Ring, name: str = "ring") -> None:
     implementation = _Implementation(ring)
     AttentionInterface.register(name, implementation.attention)
     AttentionMaskInterface.register(name, implementation.mask)
+
+
+def freeze_rope(config: Any, length: int) -> Any:
+    """A copy of a transformers config whose rotary frequencies depend on no batch, as they are at `length` positions.
+
+    length: tokens of the longest sequence, over all ranks
+    returns a config with standard rope_parameters: dynamic NTK becomes "default" with the base that it has at this
+        length, LongRoPE has the factors for this length twice; other types stay. Make the model from it.
+
+    Numerics: bitwise the frequencies that transformers computes for a sequence of this length.
+    Source: transformers, modeling_rope_utils, which chooses by the largest position of each rank's call.
+    """
+    frozen = copy.deepcopy(config)
+    rope = getattr(frozen, "rope_parameters", None) or {}
+    for layer_type in [None] if "rope_type" in rope else list(rope):
+        one = rope if layer_type is None else rope[layer_type]
+        if one is None:
+            continue
+        if one["rope_type"] == "dynamic":
+            _freeze_dynamic(frozen, one, length)
+        elif one["rope_type"] == "longrope":
+            _freeze_longrope(frozen, one, length)
+    return frozen
+
+
+def _freeze_dynamic(config: Any, rope: dict[str, Any], length: int) -> None:
+    original, factor = config.max_position_embeddings, rope.pop("factor")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    stretched = factor * max(length, original) / original - (factor - 1)
+    rope |= {"rope_type": "default", "rope_theta": rope["rope_theta"] * stretched ** (dim / (dim - 2))}
+
+
+def _freeze_longrope(config: Any, rope: dict[str, Any], length: int) -> None:
+    original = rope["original_max_position_embeddings"]
+    kept = rope["long_factor"] if length > original else rope["short_factor"]
+    if rope.get("attention_factor") is None:
+        factor = rope.get("factor") or config.max_position_embeddings / original
+        rope["attention_factor"] = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    rope |= {"short_factor": list(kept), "long_factor": list(kept)}
 
 
 class _Implementation:
@@ -173,10 +216,10 @@ def _check_layer(layer: str, module: torch.nn.Module, window: int | None) -> Non
     rope = getattr(config, "rope_parameters", None) or {}
     for one in [rope] if "rope_type" in rope else rope.values():
         kind = one.get("rope_type", "default") if isinstance(one, dict) else "default"
-        if "dynamic" in kind or kind == "longrope":
+        if "dynamic" in kind or (kind == "longrope" and one["short_factor"] != one["long_factor"]):
             raise ValueError(
                 f"{layer}: rope_type={kind!r} chooses frequencies by the largest position on each rank, so ranks would "
-                "differ; use one whose frequencies are fixed, such as 'default', 'linear', 'yarn' or 'llama3'"
+                "differ; make the model from ringflash.hf.freeze_rope(config, length)"
             )
 
 

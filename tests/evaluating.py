@@ -18,7 +18,7 @@ from train import data, loop, metrics, model
 from train.config import Config
 from train.evaluation import Evaluator, standalone
 from train.evaluation.needle import Haystack
-from train.resume import Progress
+from train.saver import Progress
 
 LENGTH = 256
 BORDERS = [4, 16, 64]
@@ -92,7 +92,7 @@ def alone(config: Config) -> dict[str, Any]:
         (length, depth) -> losses and hits of the keys' tokens
     """
     torch.manual_seed(config.train.seed)
-    settings = model.config_of(config.model)
+    settings = model.config_of(config.model, LENGTH)
     decoder = model.build_decoder(settings, dtype=torch.float32, attention="eager", device=torch.device("cpu")).double()
     edges = [0, *BORDERS, LENGTH]
     found: dict[str, Any] = {"loss": {edge: [] for edge in pairwise(edges)}, "whole": 0.0, "needle": {}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import pickle
 import random
@@ -17,10 +18,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import training
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from train import loop, resume, world
+from train import loop, saver, storage, world
 from train.config import Config
-from train.resume import Progress
+from train.saver import Progress
 
 
 def weights_of(run: loop.Run) -> str:
@@ -57,57 +59,79 @@ def refusal(config: Config) -> str:
     return "it started"
 
 
-def plain(value: Any) -> Any:
-    """The content of a file of a checkpoint, such that equal bits compare equal."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.view(torch.uint8).numpy().tobytes() if value.dim() else value.item()
-    if isinstance(value, dict):
-        return {key: plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return plain(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, int) else value
+def state_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds, by the library's own conversion to one file: name -> value, tensors in numpy."""
+    out = folder.parent / f"{folder.name}.whole"
+    dcp_to_torch_save(folder, out)
+    whole = torch.load(out, weights_only=False)
+    out.unlink()
+    return {key: value.float().numpy() if isinstance(value, torch.Tensor) else value for key, value in whole.items()}
 
 
-def idle(config: Config) -> tuple[str, dict[str, str]]:
-    """Body: a run that saves as it finds itself, without a step. Its weights, and a digest of each file."""
+def idle(config: Config) -> str:
+    """Body: a run that saves as it finds itself, without a step. Its weights."""
     run = loop.prepare(config, training.join(config))
-    path = run.saver.save(run.progress)
-    files = {file.name: repr(plain(run.engine.read(file))).encode() for file in sorted(path.glob("*.pt"))}
+    run.saver.save(run.progress)
     weights = weights_of(run)
     run.engine.close()
-    return weights, {name: hashlib.sha256(text).hexdigest() for name, text in files.items()}
+    return weights
 
 
-def die(config: Config, files: int) -> None:
-    """Body: save step 1; in the save of step 2, rank 1 is killed in the middle of the file after so many."""
+def resave(config: Config) -> dict[str, Any]:
+    """Body: a run that saves what it resumed before it goes on. What was said, a number that its rank draws."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        run = loop.prepare(config, training.join(config))
+    drawn = random.random(), np.random.random(), torch.rand(()).item()
+    run.saver.save(run.progress)
+    loop.fit(run)
+    run.engine.close()
+    return {"said": said.getvalue(), "drawn": drawn}
+
+
+def die(config: Config, moment: str) -> None:
+    """Body: save step 1; in the save of step 2, behind this moment, rank 1 is killed."""
     run = loop.prepare(config, training.join(config))
     run.saver.save(Progress(1, 0))
-    storage = run.engine._engine.checkpoint_engine
-    save, written = storage.save, []
+    write = storage._Writer.write_data
 
-    def dying(state_dict: Any, path: str) -> None:
-        if len(written) == files and run.world.rank == 1:
-            Path(path).write_bytes(b"half")
+    def dying(writer: Any, plan: Any, planner: Any) -> Any:
+        result = write(writer, plan, planner) if moment == "file" else None
+        if run.world.rank == 1:
+            (Path(writer.path) / "__1_0.distcp").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
-        save(state_dict, path)
-        written.append(path)
+        return result or write(writer, plan, planner)
 
-    with patch.object(storage, "save", dying):
+    with patch.object(storage._Writer, "write_data", dying):
         run.saver.save(Progress(2, 0))
 
 
+def die_loading(config: Config) -> None:
+    """Body: rank 1 is killed when it has read a part of a checkpoint."""
+    joined = training.join(config)
+    resolve = storage._Wanted.resolve_tensor
+
+    def dying(planner: Any, item: Any) -> Any:
+        if joined.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return resolve(planner, item)
+
+    with patch.object(storage._Wanted, "resolve_tensor", dying):
+        loop.prepare(config, joined)
+
+
 def overflow(config: Config) -> tuple[str, list[str], int]:
-    """Body: save step 1; then rank 1 may write no file of more than 3000 bytes, as on a full disk, and step 2 is saved;
-    then it may again. What is said, the folder after the failure, the step that is loaded in the end."""
+    """Body: save step 1; then rank 1 may write no file of more than 30000 bytes, as on a full disk, and step 2 is
+    saved; then it may again. What is said, the folder after the failure, the step that is loaded in the end."""
     run = loop.prepare(config, training.join(config))
     run.saver.save(Progress(1, 0))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if run.world.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30000, limits[1]))
     try:
         run.saver.save(Progress(2, 0))
         said = "it was saved"
-    except resume.CheckpointError as error:
+    except saver.CheckpointError as error:
         said = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -126,7 +150,7 @@ def unwritable(config: Config) -> str:
     run = loop.prepare(config, training.join(config))
     try:
         run.saver.save(Progress(1, 0))
-    except resume.CheckpointError as error:
+    except saver.CheckpointError as error:
         return str(error)
     finally:
         run.engine.close()
@@ -141,7 +165,7 @@ def alone(config: Config) -> str | None:
     if joined.rank == 0:
         try:
             run.saver.save(Progress(1, 0))
-        except resume.CheckpointError as error:
+        except saver.CheckpointError as error:
             said = str(error)
     run.engine.close()
     return said
@@ -158,16 +182,21 @@ class Bomb:
 
 
 def bombed(config: Config, step: Path, name: str, zipped: bool) -> str:
-    """Body: rank 0 puts a program into one file of a checkpoint, size and manifest made right; then it is loaded."""
+    """Body: rank 0 puts a program into one file of a checkpoint, sizes in index and manifest made right; then it is
+    loaded."""
     joined = training.join(config)
     if joined.rank == 0:
-        file = step / name
-        bomb = {"module": Bomb(str(step / "exploded"))}
-        torch.save(bomb, file) if zipped else file.write_bytes(pickle.dumps(bomb))
-        manifest = step / "manifest.json"
-        before = manifest.read_text()
-        sizes = [line for line in before.splitlines() if f'"{name}"' in line]
-        after = before.replace(sizes[0].rstrip(","), f'"{name}": {file.stat().st_size}')
-        manifest.write_text(after)
+        file, bomb = step / name, io.BytesIO()
+        torch.save(Bomb(str(step / "exploded")), bomb) if zipped else pickle.dump(Bomb(str(step / "exploded")), bomb)
+        file.write_bytes(bomb.getvalue())
+        if name != storage.INDEX:
+            index = pickle.loads((step / storage.INDEX).read_bytes())
+            for place in index.storage_data.values():
+                if place.relative_path == name:
+                    place.offset, place.length = 0, len(bomb.getvalue())
+            (step / storage.INDEX).write_bytes(pickle.dumps(index))
+        manifest = json.loads((step / "manifest.json").read_text())
+        manifest["files"] = {name: (step / name).stat().st_size for name in manifest["files"]}
+        (step / "manifest.json").write_text(json.dumps(manifest))
     joined.gather([0.0])
     return refusal(config)

@@ -25,9 +25,9 @@ TORN = {
     ),
     "another format": (
         lambda step: (step / "manifest.json").write_text(
-            (step / "manifest.json").read_text().replace('"format": 1', '"format": 2')
+            (step / "manifest.json").read_text().replace('"format": 2', '"format": 1')
         ),
-        "manifest.json cannot be read: Input should be 1",
+        "manifest.json cannot be read: Input should be 2",
     ),
     "short file": (lambda step: (step / "model.pt").write_bytes(b"half"), "model.pt has 4 bytes of 160"),
     "missing file": (lambda step: (step / "optimizer.pt").unlink(), "optimizer.pt is missing"),
@@ -84,6 +84,23 @@ def test_the_last_and_every_so_many_are_kept(tmp_path, keep_last, keep_every, wa
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_what_is_left_of_an_older_save_and_cannot_be_removed_ends_no_run(tmp_path, monkeypatch):
+    for step in (1, 2):
+        (tmp_path / f"step-{step:08}.partial").mkdir()
+    rmdir = os.rmdir
+
+    def refusing(path, **options):
+        if str(path).endswith("step-00000001.partial"):
+            raise PermissionError(path)
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", refusing)
+    killed.save(tmp_path, 2)
+    assert killed.steps(tmp_path) == [2]
+    with pytest.raises(PermissionError):
+        checkpoint.begin(tmp_path, 1)
+
+
 def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(tmp_path):
     partial = checkpoint.begin(tmp_path, 3)
     fields = {"step": 3, "tokens_seen": 0, "data": {}, "mesh": killed.MESH, "config": {}, "versions": {}}
@@ -95,27 +112,6 @@ def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(tmp_path):
 def found(config, mesh=killed.MESH):
     fields = {"step": 3, "tokens_seen": 0, "data": {}, "mesh": mesh, "versions": {}, "files": {}}
     return checkpoint.Found(Path("step-00000003"), checkpoint.Manifest(**fields, config=config))
-
-
-@pytest.mark.parametrize(
-    ("changes", "fits"),
-    [
-        ({}, True),
-        ({"data": 2, "ring": 2, "ulysses": 1}, True),
-        ({"zero": 2}, False),
-        ({"processes": 2, "ring": 1}, False),
-    ],
-)
-def test_R82_R83_another_world_is_refused_naming_both(changes, fits):
-    saved = checkpoint.Mesh(processes=4, data=1, ring=4, ulysses=1, zero=1)
-    now = saved.model_copy(update=changes)
-    if fits:
-        return resume.check_mesh(found({}, saved), now)
-    with pytest.raises(ValueError, match=r"step-00000003 was saved by 4 processes .data 1.*, this run is ") as refused:
-        resume.check_mesh(found({}, saved), now)
-    assert str(saved) in str(refused.value)
-    assert str(now) in str(refused.value)
-    assert "4 processes and parallel.zero = 1 are accepted" in str(refused.value)
 
 
 CHANGED = {
@@ -130,11 +126,15 @@ CHANGED = {
     ),
     "decay": (
         lambda config: config["optimizer"].update(weight_decay=0.3),
-        "was saved with optimizer.weight_decay = 0.3, this run has optimizer.weight_decay = 0.0",
+        ["optimizer.weight_decay 0.0 (was 0.3)"],
+    ),
+    "momentum": (
+        lambda config: config["optimizer"].update(momentum=0.3),
+        "was saved with optimizer.momentum = 0.3, this run has optimizer.momentum = 0.9",
     ),
     "renamed and fixed": (
-        lambda config: config["optimizer"].update(wheight_decay=config["optimizer"].pop("weight_decay")),
-        "with optimizer.weight_decay left out and optimizer.wheight_decay = 0.0, this run has optimizer.weight_decay",
+        lambda config: config["optimizer"].update(momentun=config["optimizer"].pop("momentum")),
+        "with optimizer.momentum left out and optimizer.momentun = 0.9, this run has optimizer.momentum",
     ),
     "model": (
         lambda config: config["model"]["config"].update(hidden_size=64),
@@ -142,7 +142,7 @@ CHANGED = {
     ),
     "length": (
         lambda config: config["sequence"].update(length=128),
-        "was saved with sequence.length = 128, this run has sequence.length = 64",
+        ["sequence.length 64 (was 128)"],
     ),
 }
 

@@ -294,6 +294,14 @@ def test_folders_are_looked_for_only_when_asked(tmp_path):
     check_paths(demo(f"data.path={tmp_path}"))
     with pytest.raises(ConfigError, match=r"data\.tokenizer = '.*absent' is not a folder"):
         check_paths(demo(f"data.tokenizer={tmp_path / 'absent'}"))
+    (tmp_path / "file").write_text("")
+    for other in ("absent", "file"):
+        with pytest.raises(
+            ConfigError, match=rf"checkpoint\.resume = '.*{other}' is not a folder: 'auto', 'no' or the"
+        ):
+            check_paths(demo(f"checkpoint.resume={tmp_path / other}"))
+    for accepted in ("auto", "no", tmp_path):
+        check_paths(demo(f"checkpoint.resume={accepted}"))
 
 
 def test_a_login_node_needs_no_torch():

@@ -77,7 +77,22 @@ def test_one_long_document_is_half_of_full_attention():
     assert flops.step_flops(shape, [length]).attention / full == pytest.approx(0.5, rel=1e-5)
 
 
-def test_experts_and_unknown_layers_are_refused():
+@pytest.mark.parametrize("changes", [{}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+def test_of_experts_those_that_a_token_goes_through_count(changes):
+    config = tiny("qwen3_moe")
+    config.update(changes | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    modules = list(model.modules())
+    want = sum(m.weight.numel() for m in modules if isinstance(m, torch.nn.Linear))
+    want += sum(m.weight.numel() for m in modules if type(m).__name__ == "Qwen3MoeTopKRouter")
+    experts = [m for m in modules if type(m).__name__ == "Qwen3MoeExperts"]
+    assert len(experts) == {"": 3, "mlp_only_layers": 2, "decoder_sparse_step": 1}["".join(changes)]
+    want += sum(p.numel() * 2 // 8 for m in experts for p in m.parameters())
+    assert flops.describe(config).matmul_params == want
+
+
+def test_other_experts_and_unknown_layers_are_refused():
     config = tiny("gemma3_text")
     config.num_experts = 8
     with pytest.raises(ValueError, match="num_experts = 8"):

@@ -68,7 +68,9 @@ def test_the_installed_command_is_the_same(capsys):
     assert installed == capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("word", "module"), [("train", "train"), ("report", "train.report")])
+@pytest.mark.parametrize(
+    ("word", "module"), [("train", "train"), ("export", "train.export"), ("report", "train.report")]
+)
 def test_a_word_of_the_trainer_becomes_its_module(monkeypatch, word, module):
     started = []
     monkeypatch.setattr(os, "execv", lambda path, command: started.append((path, command)) or sys.exit(0))

@@ -20,6 +20,7 @@ FAMILIES = {
     "llama-tied": {"tie_word_embeddings": True},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mistral": {"sliding_window": 9},
     "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
 }
@@ -63,7 +64,10 @@ def expected(family):
     torch.manual_seed(3)
     config = config_of(family)
     decoder = model.build_decoder(
-        model.config_of(config.model), dtype=torch.float32, attention="eager", device=torch.device("cpu")
+        model.config_of(config.model, training.LENGTH),
+        dtype=torch.float32,
+        attention="eager",
+        device=torch.device("cpu"),
     )
     ids, labels = batch()
     total = torch.zeros(())
@@ -138,7 +142,7 @@ def test_same_seed_same_weights():
 )
 def test_R110_unknown_key_of_the_model(key, message):
     with pytest.raises(ValueError, match="^" + message.replace("?", r"\?")):
-        model.config_of(config_of(**{key: 1}).model)
+        model.config_of(config_of(**{key: 1}).model, training.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +151,10 @@ def test_R110_unknown_key_of_the_model(key, message):
         ("llama", "attention_dropout", 0.1),
         ("gemma3_text", "attn_logit_softcapping", 50.0),
         ("gemma3_text", "final_logit_softcapping", 30.0),
+        ("gemma3_text", "use_bidirectional_attention", True),
+        ("qwen3_moe", "output_router_logits", True),
     ],
 )
 def test_R68_what_would_be_ignored_is_refused(family, key, value):
     with pytest.raises(ValueError, match=rf"model.config.{key} = {value}: .*; leave it out"):
-        model.config_of(config_of(family, **{key: value}).model)
+        model.config_of(config_of(family, **{key: value}).model, training.LENGTH)

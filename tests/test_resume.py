@@ -85,27 +85,45 @@ def test_R78_R86_R96_a_resumed_run_has_the_bits_of_an_uninterrupted_one(pool, te
         assert got[rank]["drawn"] == {step: want[rank]["drawn"][step] for step in (3, 4)}
 
 
-@pytest.mark.parametrize(("zero", "mesh"), [(1, (2, 1, 1)), (3, (1, 1, 2))])
-def test_R82_another_mesh_of_as_many_ranks_goes_on(pool, texts, tmp_path, whole, zero, mesh):
-    dtype = dict(PAIRS)[zero]
-    config, _ = whole(zero, dtype)
-    checkpoints = crash(config, tmp_path / "crashed")
-    same = config_of(texts, tmp_path / "same", zero=zero, dtype=dtype, resume=str(checkpoints / "step-00000002"))
-    other = config_of(
-        texts, tmp_path / "other", zero=zero, dtype=dtype, resume=str(checkpoints / "step-00000002"), mesh=mesh
-    )
-    got, want = pool(2)(saving.go, other), pool(2)(saving.go, same)
-    assert got[0]["before"] == got[1]["before"] == want[0]["before"]
-    assert steps_of(other)[0]["loss"] == pytest.approx(steps_of(same)[0]["loss"], rel=1e-6)
-    assert [step["tokens_seen"] for step in steps_of(other)] == [step["tokens_seen"] for step in steps_of(same)]
-    assert data_of(other) == data_of(same)
+# the stage that saved -> (processes, mesh, stage) that go on
+RESHARDED = {
+    1: [(1, (1, 1, 1), 0), (2, (1, 2, 1), 3), (8, (1, 4, 2), 2)],
+    2: [(1, (1, 1, 1), 3), (2, (2, 1, 1), 1), (8, (2, 4, 1), 3)],
+    3: [(1, (1, 1, 1), 2), (2, (1, 1, 2), 0), (8, (2, 4, 1), 1)],
+}
+
+
+def same_state(one, other):
+    """Whether two checkpoints hold the same tensors under the same names, bit by bit."""
+    first, second = map(saving.state_of, (one, other))
+    assert {key.partition(".")[0] for key in first} >= {"weight", "exp_avg", "exp_avg_sq", "step", "random"}
+    assert {key for key in first.keys() ^ second.keys() if not key.startswith("random.")} == set()
+    return [key for key in first if not key.startswith("random.") and first[key].tobytes() != second[key].tobytes()]
+
+
+@pytest.mark.parametrize("zero", RESHARDED)
+def test_R82_R83_another_mesh_number_of_processes_and_stage_go_on(pool, texts, tmp_path, zero):
+    saved = config_of(texts, tmp_path / "saved", zero=zero, mesh=(2, 2, 1))
+    pool(4)(saving.go, saved)
+    step = saved.checkpoint_dir / "step-00000002"
+    for size, mesh, stage in RESHARDED[zero]:
+        other = config_of(texts, tmp_path / str(size), zero=stage, mesh=mesh, resume=str(step))
+        got = pool(size)(saving.resave, other)
+        assert f"saved by 4 processes (data 2, ring 2, ulysses 1) at ZeRO {zero}" in got[0]["said"]
+        assert "random states are seeded anew" in got[0]["said"]
+        assert len({result["drawn"] for result in got}) == size, "each rank draws its own numbers"
+        assert same_state(step, other.checkpoint_dir / step.name) == []
+        assert [row["loss"] for row in steps_of(other)] == pytest.approx(
+            [row["loss"] for row in steps_of(saved)[2:]], rel=1e-6
+        )
+        assert [row["tokens_seen"] for row in steps_of(other)] == [row["tokens_seen"] for row in steps_of(saved)[2:]]
+        assert data_of(other) == data_of(saved)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(pool, texts, tmp_path, whole):
     config, _ = whole(1, "float32")
     step = config.checkpoint_dir / "step-00000004"
     refused = {
-        "was saved by 2 processes (data 1, ring 2, ulysses 1) at ZeRO 1, this run is 2 processes": {"zero": 2},
         "was saved behind step 4, train.steps = 3 is less": {"steps": 3},
         "is no whole checkpoint: it has no manifest.json": {"resume": str(tmp_path)},
         "checkpoint.resume = 'no' starts behind step 0, but checkpoint.dir": {"resume": "no"},
@@ -118,11 +136,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(pool, texts, tmp
         assert said[0] == said[1]
 
 
-def test_R76_killed_in_a_file_of_the_second_save(pool, texts, tmp_path):
+@pytest.mark.parametrize("moment", ["before", "file"])
+def test_R76_killed_in_a_file_of_the_second_save(pool, texts, tmp_path, moment):
     config = config_of(texts, tmp_path, steps=2)
-    ends = pool(2).outcomes(saving.die, config, 1)
+    ends = pool(2).outcomes(saving.die, config, moment)
     assert "rank 1 died" in str(ends[1])
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step-00000001", "step-00000002.partial"]
+    assert "rank 1 died" in str(pool(2).outcomes(saving.die_loading, config)[1])
     got = pool(2)(saving.go, config)
     assert [result["from"].step for result in got] == [1, 1]
     assert "step-00000002.partial is no whole checkpoint: writing or removing it was cut off" in got[0]["said"]
@@ -146,24 +166,27 @@ def test_a_folder_that_cannot_be_written_is_one_sentence_on_all(pool, texts, tmp
     assert "Not a directory" in said[0]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_R89_saved_and_loaded_without_a_step(pool, texts, tmp_path, zero):
-    first = config_of(texts, tmp_path / "first", zero=zero)
-    steps = [config.checkpoint_dir / "step-00000000" for config in (first, config_of(texts, tmp_path / "second"))]
-    second = config_of(texts, tmp_path / "second", zero=zero, resume=str(steps[0]))
-    third = config_of(texts, tmp_path / "third", zero=zero, resume=str(steps[1]))
-    saved = [pool(2)(saving.idle, config) for config in (first, second, third)]
-    assert len(saved[0][0][1]) >= 3
-    assert saved[0] == saved[1] == saved[2]
+def test_R89_saved_and_loaded_without_a_step(pool, texts, tmp_path):
+    saved = []
+    for zero in (0, 1, 3, 2, 2):
+        resume = str(saved[-1][0]) if saved else "auto"
+        config = config_of(texts, tmp_path / str(len(saved)), zero=zero, resume=resume)
+        weights = pool(2)(saving.idle, config)
+        saved.append((config.checkpoint_dir / "step-00000000", weights))
+    states = [saving.state_of(path) for path, _ in saved]
+    assert all(weights == saved[0][1] for _, weights in saved)
+    assert all(state.keys() == states[0].keys() for state in states)
+    for state in states[1:]:
+        assert all(state[key].tobytes() == states[0][key].tobytes() for key in state if key.startswith("weight."))
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+@pytest.mark.parametrize(("name", "zipped"), [(".metadata", False), ("__1_0.distcp", True), ("__0_0.distcp", False)])
 def test_a_program_in_a_checkpoint_does_not_run(pool, texts, tmp_path, whole, name, zipped):
     config, _ = whole(1, "float32")
     step = crash(config, tmp_path / "crashed") / "step-00000002"
     said = pool(2)(saving.bombed, config_of(texts, tmp_path / "crashed"), step, name, zipped)
-    assert "it is broken, or holds more than tensors and plain values" in said[0]
+    assert said[0] == said[1]
+    assert "is broken, or holds more than tensors and plain values" in said[0]
     assert not (step / "exploded").exists()
 
 

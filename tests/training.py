@@ -15,11 +15,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringflash
 from ringflash import ring
-from train import data, engine, loop, model, probe, world
-from train.config import Config
+from train import data, engine, loop, model, probe, weights, world
+from train.config import Config, resolve
 from train.engine import learning_rate, optimizer_of
 
 LENGTH = 64
@@ -38,6 +39,18 @@ LLAMA = {
     "tie_word_embeddings": False,
     "initializer_range": 0.2,
 }
+
+# family -> what differs from LLAMA
+FAMILIES = {
+    "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "qwen2": {"hidden_size": 64},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    "mistral": {"sliding_window": 9},
+    "gemma3_text": {
+        "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 
 OPTIMIZERS = {
     "sgd": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "warmup_steps": 2, "schedule": "linear"},
@@ -68,8 +81,32 @@ def config_of(
         "launch": {"processes_per_node": data_size * ring_size * ulysses},
     }
     for section, keys in changes.items():
-        tables[section] = tables.get(section, {}) | keys
+        tables[section] = ({} if "pretrained" in keys else tables.get(section, {})) | keys
     return Config.model_validate(tables)
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """A random model of a family in several shards, as transformers saves it."""
+    table = {key: value for key, value in (LLAMA | FAMILIES[family]).items() if (family, key) != ("qwen2", "head_dim")}
+    torch.manual_seed(11)
+    saved = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **table))
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # norms and biases too
+    saved.save_pretrained(folder, max_shard_size="40KB")
+    assert (folder / weights.INDEX).is_file()
+    return folder
+
+
+def pretrained(folder: Path, texts: Path | str = ".", **changes: Any) -> Config:
+    """A tiny run that starts from a folder. changes: as for `config_of`."""
+    given = {"pretrained": str(folder), "dtype": "float32"} | changes.pop("model", {})
+    return resolve(config_of(texts, **changes, model=given))
+
+
+def from_folder(folder: Path) -> Any:
+    """The model of a folder as transformers makes it."""
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
 def write_texts(folder: Path) -> Path:
@@ -161,22 +198,23 @@ def train(config: Config, labels: str) -> dict[str, Any]:
     }
 
 
-def train_alone(config: Config, labels: str) -> dict[str, Any]:
-    """The same steps in this process, without ring, DeepSpeed, packing or chunks."""
+def train_alone(config: Config, labels: str, decoder: Any = None) -> dict[str, Any]:
+    """The same steps in this process, without ring, DeepSpeed, packing or chunks. decoder: left out, random weights."""
     torch.manual_seed(config.train.seed)
-    decoder = model.build_decoder(
-        model.config_of(config.model), dtype=torch.float32, attention="eager", device=torch.device("cpu")
+    decoder = decoder or model.build_decoder(
+        model.config_of(config.model, LENGTH), dtype=torch.float32, attention="eager", device=torch.device("cpu")
     )
-    optimizer = optimizer_of(decoder.parameters(), config.optimizer)
+    trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+    optimizer = optimizer_of(trained, config.optimizer)
     result: dict[str, Any] = {"loss": [], "grad_norm": []}
     for step, batch in enumerate(batches_of(config, labels), 1):
         valid = max(sum(sequence.valid_targets for sequence in batch), 1)
         documents = config.data.document_mask
         loss = sum(_loss_alone(decoder, sequence, documents=documents) for sequence in batch) / valid
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters()])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
         if config.optimizer.clip_norm:
-            torch.nn.utils.clip_grad_norm_(decoder.parameters(), config.optimizer.clip_norm)
+            torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip_norm)
         optimizer.param_groups[0]["lr"] = learning_rate(step, config.optimizer, steps=config.train.steps)
         optimizer.step()
         optimizer.zero_grad()

@@ -9,9 +9,9 @@ import warnings
 from collections.abc import Sequence
 
 from . import loop, verdict, world
-from .config import check_paths, load
+from .config import check_paths, load, resolve
 from .evaluation import standalone
-from .resume import CheckpointError
+from .saver import CheckpointError
 
 GRACE_S = 5
 """How long a refused rank waits for the first rank of its node to say why."""
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(arguments.config, arguments.set)
         check_paths(config, trains=not arguments.evaluate)
+        config = resolve(config)
         with world.start(config, place) as joined:
             if arguments.evaluate:
                 standalone.evaluate(config, joined)

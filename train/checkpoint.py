@@ -1,10 +1,11 @@
 """A folder of checkpoints on disk: which of them are whole, how one becomes whole at once, which are removed.
 
-    <folder>/step-00000020/             DeepSpeed's files, rank-00000.pt ... with the random states, manifest.json
+    <folder>/step-00000020/             torch.distributed.checkpoint's files, manifest.json
     <folder>/step-00000030.partial/     one that is being written or removed
 
 The manifest is written last, then the folder gets its name: a kill at any moment leaves the checkpoints that were
-there. What is newest is read from the manifests. One process calls this, rank 0, through `resume`. No torch here.
+there. What is newest is read from the manifests. One process calls this, rank 0, through `saver` and `resume`. No torch
+here.
 """
 
 import json
@@ -40,7 +41,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     step: int
     tokens_seen: int
     data: dict[str, Any]
@@ -89,11 +90,11 @@ def whole(folder: Path) -> tuple[list[Found], list[str]]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder for the files of a step; what was cut off earlier goes. Raises: OSError."""
+    """An empty folder for the files of a step; what was cut off earlier goes, if it can. Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(f"step-*{PARTIAL}"):
-        shutil.rmtree(path)
     partial = folder / f"step-{step:08}{PARTIAL}"
+    for path in folder.glob(f"step-*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=path != partial)
     partial.mkdir()
     return partial
 

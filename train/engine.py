@@ -1,4 +1,4 @@
-"""DeepSpeed: its config made from ours, the scale of the loss, the gradient norm. No other file knows DeepSpeed.
+"""DeepSpeed: its config made from ours, the scale of the loss, the gradient norm. Only `partitions` knows it too.
 
 All ranks, data x ring x Ulysses, are one ZeRO world. DeepSpeed averages gradients over ranks and accumulation steps;
 the loss is scaled so that what remains is the gradient of the mean over all valid targets. Called by `loop`, `probe`.
@@ -6,15 +6,15 @@ the loss is scaled so that what remains is the gradient of the mean over all val
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .config import Batch, Config, Optimizer
+from .partitions import BUFFER, WEIGHT, Partitions, Piece
 from .world import World
 
 BUCKET_NUMEL = 200_000_000
@@ -34,6 +34,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: Config, batch: Batch, world: World) -> None:
         self._engine: Any = self._initialize(model, config, batch)
+        self._partitions = Partitions(self._engine, config.parallel.zero, world.rank)
         self._zero = config.parallel.zero
         self._clip_norm = config.optimizer.clip_norm
         self._accumulation = batch.accumulation
@@ -41,24 +42,14 @@ class Engine:
 
     @staticmethod
     def _initialize(model: nn.Module, config: Config, batch: Batch) -> Any:
-        import deepspeed
-
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer of torch
-        # an op for inference that each CPU process would compile and load; a process killed meanwhile leaves a lock
-        # behind on which all later runs hang
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        numel = sum(parameter.numel() for parameter in model.parameters())
-        engine = deepspeed.initialize(
+        deepspeed = _deepspeed()
+        numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+        return deepspeed.initialize(
             model=model,
-            optimizer=optimizer_of(model.parameters(), config.optimizer),
+            optimizer=optimizer_of([p for p in model.parameters() if p.requires_grad], config.optimizer),
             config=deepspeed_config(config, batch, numel=numel),
             dist_init_required=False,
         )[0]
-        from .storage import Storage
-
-        engine.checkpoint_engine = Storage()
-        engine._copy_recovery_script = lambda path: None  # no programs among the data
-        return engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -106,38 +97,42 @@ class Engine:
         self._engine.step()
         return float(self._engine.get_global_grad_norm() if norm is None else norm)
 
-    def save(self, folder: Path, *, extra: Mapping[str, Any]) -> None:
-        """Weights and optimizer, into an empty folder, in DeepSpeed's own files. All ranks must call it.
+    def pieces(self) -> list[Piece]:
+        """What this rank holds of the weights, in fp32, and of the optimizer's state, as views."""
+        return self._partitions.pieces()
 
-        extra: name -> content of this rank's other files
-        What could not be written raises nothing here, since other ranks wait: `written` tells.
+    def fill(self, kinds: Collection[str], read: Callable[[list[Piece]], None]) -> None:
+        """Take weights and optimizer from a checkpoint, before the first step. All ranks must call it.
+
+        kinds: of the tensors that it holds; read: writes into the parts of these pieces
         """
-        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
-        for name, content in extra.items():
-            self._engine.checkpoint_engine.save(content, str(folder / name))
-
-    def written(self) -> tuple[dict[str, int], str | None]:
-        """Of this rank since the last call: (name -> bytes of its files, the first error or None)."""
-        return self._engine.checkpoint_engine.taken()
-
-    def load(self, folder: Path) -> None:
-        """Take weights and optimizer from what `save` wrote, before the first step. All ranks must call it.
-
-        Raises: ValueError for a file that is broken, or holds more than tensors and plain values.
-        """
-        self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
-        if self._zero == 3:
-            # DeepSpeed leaves the small weights gathered, as no other first step finds them: its recomputing backward
-            # would meet a collective that its forward had not
-            self._engine.optimizer.checkpoint_event_prologue()
-
-    def read(self, path: Path) -> Any:
-        """The content of one of the extra files. Raises: ValueError, as `load`."""
-        return self._engine.checkpoint_engine.load(str(path), map_location="cpu")
+        self._partitions.prepare()
+        self._partitions.empty(set(kinds) - {WEIGHT, BUFFER})
+        read(self._partitions.pieces())
+        self._partitions.refresh()
 
     def close(self) -> None:
         """Let go of the model; another engine may follow in the same process."""
         self._engine.destroy()
+
+
+def _deepspeed() -> Any:
+    """DeepSpeed, quiet and without what it would compile."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer of torch
+    # an op for inference that each CPU process would compile and load; a process killed meanwhile leaves a lock
+    # behind on which all later runs hang
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def cutter(config: Config, batch: Batch) -> Callable[[nn.Module], None] | None:
+    """At ZeRO 3: what leaves of the parameters of a module the part of this rank, all ranks together; else None."""
+    if config.parallel.zero < 3:
+        return None
+    deepspeed, settings = _deepspeed(), deepspeed_config(config, batch, numel=0)
+    return lambda module: deepspeed.zero.Init(module=module, config_dict_or_path=settings)
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> torch.optim.Optimizer:

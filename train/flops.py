@@ -4,13 +4,14 @@ Pure functions on plain numbers; no torch. Called by `loop`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 FORMULA = (
     "model FLOPs = 6 * matmul parameters * tokens + 12 * heads * head_dim * visible pairs, "
     "the pairs summed over layers and documents. Matmul parameters: all but norms and the embedding lookup; the output "
-    "head is in. A pair is a query and a key that it sees (causal, sliding window, each document by its own length). "
+    "head is in, of the experts those that a token goes through, and frozen ones count 4. "
+    "A pair is a query and a key that it sees (causal, sliding window, each document by its own length). "
     "Attention: 2 products forward, 4 backward. Neither recomputation nor padding is counted."
 )
 """What the numbers mean, written into every metrics file. Source: the rule of Megatron-LM, training.py."""
@@ -35,15 +36,21 @@ PEAK_TFLOPS = {
 class ModelShape:
     """What the FLOPs of a decoder model depend on.
 
-    matmul_params: parameters that multiply every token, the output head included, the embedding lookup excluded
+    matmul_params: parameters that multiply a token, the output head included, the embedding lookup excluded
     heads, head_dim: query heads and their dimension
     windows: one entry a layer: keys that a query sees, itself included; None = all before it
+    frozen_params: those of matmul_params that get no gradient
     """
 
     matmul_params: int
     heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    frozen_params: int = 0
+
+    def with_adapters(self, params: int) -> "ModelShape":
+        """The same model, frozen, with so many parameters of adapters beside it."""
+        return replace(self, matmul_params=self.matmul_params + params, frozen_params=self.matmul_params)
 
 
 class StepFlops(NamedTuple):
@@ -54,23 +61,31 @@ class StepFlops(NamedTuple):
 
 
 def describe(config: Any) -> ModelShape:
-    """The shape of a model from its transformers config (Llama, Qwen, Mistral, Gemma: gated MLP, no experts).
+    """The shape of a model from its transformers config (Llama, Qwen, Mistral, Gemma: gated MLP; Qwen3-MoE).
 
-    Raises: ValueError for experts and for kinds of attention layers that have no count here.
+    Raises: ValueError for other experts and for kinds of attention layers that have no count here.
     """
     for name in ("num_experts", "num_local_experts"):
-        if getattr(config, name, None):
-            raise ValueError(f"{name} = {getattr(config, name)}: FLOPs are counted for dense models only")
+        if getattr(config, name, None) and config.model_type != "qwen3_moe":
+            raise ValueError(f"{name} = {getattr(config, name)}: of models with experts qwen3_moe alone is counted")
     width, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or width // heads
     attention = 2 * width * head_dim * (heads + config.num_key_value_heads)
-    layer = attention + 3 * width * config.intermediate_size
+    layers = config.num_hidden_layers * attention + sum(_mlp(config, i) for i in range(config.num_hidden_layers))
     return ModelShape(
-        matmul_params=config.num_hidden_layers * layer + config.vocab_size * width,
+        matmul_params=layers + config.vocab_size * width,
         heads=heads,
         head_dim=head_dim,
         windows=_windows(config),
     )
+
+
+def _mlp(config: Any, layer: int) -> int:
+    """Parameters of a layer's MLP that a token goes through: of experts the chosen ones, and the router."""
+    experts = getattr(config, "num_experts", 0)
+    if not experts or layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step:
+        return 3 * config.hidden_size * config.intermediate_size
+    return config.hidden_size * (3 * config.num_experts_per_tok * config.moe_intermediate_size + experts)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
@@ -97,7 +112,8 @@ def step_flops(shape: ModelShape, lengths: Iterable[int]) -> StepFlops:
     lengths = list(lengths)
     layers_of = {window: shape.windows.count(window) for window in shape.windows}
     pairs = sum(count * visible_pairs(length, window) for window, count in layers_of.items() for length in lengths)
-    return StepFlops(6 * shape.matmul_params * sum(lengths), 12 * shape.heads * shape.head_dim * pairs)
+    per_token = 6 * shape.matmul_params - 2 * shape.frozen_params
+    return StepFlops(per_token * sum(lengths), 12 * shape.heads * shape.head_dim * pairs)
 
 
 def peak_tflops(device_name: str, dtype: str, given: float | None) -> tuple[float | None, str | None]:

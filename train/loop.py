@@ -14,11 +14,15 @@ import ringflash
 from . import data, flops, model, probe
 from .config import Batch, Config
 from .data import Sequence, Window, Windows
-from .engine import Engine, learning_rate
+from .engine import Engine, cutter, learning_rate
 from .evaluation import Evaluator
 from .metrics import MetricsWriter, StepRecord
-from .resume import Progress, Saver
+from .resume import resume
+from .saver import Progress, Saver
 from .world import World
+
+SETTLE_S = 20
+"""How long a run that ends by an error waits for the checkpoint that is being written."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +58,27 @@ def prepare(config: Config, world: World) -> Run:
     if config.evaluation.every is not None:
         data.check_apart(config.data, config.evaluation)
         evaluator = Evaluator(config, world, tokenizer)
-    shape = flops.describe(model.config_of(config.model))
+    shape = flops.describe(model.config_of(config.model, length))
     engine = build_engine(config, world)
+    if config.train.trainable == "lora":
+        shape = shape.with_adapters(model.num_trained(engine.module))
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
     saver = Saver(config, world, engine, windows)
-    return Run(config, world, batch, engine, windows, saver, saver.resume(), evaluator, shape, peak, missing)
+    progress = resume(config, world, engine, windows)
+    return Run(config, world, batch, engine, windows, saver, progress, evaluator, shape, peak, missing)
 
 
 def build_engine(config: Config, world: World) -> Engine:
     """The model of a run under its engine, tested, with the weights that it begins with. Raises: as `prepare`."""
+    batch = config.batch(world.size)
     ringflash.hf.register(world.ring, name=model.ATTENTION)
     world.ring.layout(config.sequence.length)
     if config.train.self_test:
         probe.check_attention(config, world)
         probe.check_gradient(config, world)
-    return Engine(model.build(config, world.device), config, config.batch(world.size), world)
+    return Engine(model.build(config, world.device, cutter(config, batch)), config, batch, world)
 
 
 def fit(run: Run) -> None:
@@ -80,15 +88,19 @@ def fit(run: Run) -> None:
     with MetricsWriter(
         run.config, global_rank=run.world.rank, mfu_null_reason=run.peak_missing, facts=facts, after=first
     ) as metrics:
-        for step in range(first + 1, run.config.train.steps + 1):
-            record = train_step(run, step, tokens_seen=tokens_seen)
-            tokens_seen = record.tokens_seen
-            metrics.write(record)
-            if run.saver.due(step):
-                run.saver.save(Progress(step, tokens_seen))
-            if run.evaluator and run.evaluator.due(step):
-                metrics.write_evaluation(run.evaluator(run.engine, Progress(step, tokens_seen)))
-                run.world.gather([0.0])  # the next step is not timed while rank 0 still draws
+        try:
+            for step in range(first + 1, run.config.train.steps + 1):
+                record = train_step(run, step, tokens_seen=tokens_seen)
+                tokens_seen = record.tokens_seen
+                metrics.write(record)
+                if run.saver.due(step):
+                    run.saver.start(Progress(step, tokens_seen))
+                if run.evaluator and run.evaluator.due(step):
+                    metrics.write_evaluation(run.evaluator(run.engine, Progress(step, tokens_seen)))
+                    run.world.gather([0.0])  # the next step is not timed while rank 0 still draws
+            run.saver.wait()
+        finally:
+            run.saver.settle(SETTLE_S)
 
 
 def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:
@@ -109,7 +121,10 @@ def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:
         loss_sum += local_sum.detach()
     rate = learning_rate(step, run.config.optimizer, steps=run.config.train.steps)
     grad_norm = engine.step(rate)
-    ended = world.gather([loss_sum.item(), time.perf_counter() - start, waited, peak_memory(world.device)])
+    mine = [loss_sum.item(), time.perf_counter() - start, waited, peak_memory(world.device), run.saver.failed]
+    ended = world.gather(mine)
+    if ended[:, 4].any():
+        run.saver.wait()  # which raises on all ranks
     return StepRecord(
         step=step,
         loss_sum=float(ended[:, 0].sum()),

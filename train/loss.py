@@ -88,10 +88,12 @@ class _LossSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, labels, weights = ctx.saved_tensors
         dhidden = torch.empty_like(hidden)
-        dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        dweight = None  # of a frozen head
+        if ctx.needs_input_grad[1]:
+            dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in _chunks(len(labels), ctx.chunk):
             valid = labels[rows] != IGNORED
             factor = gradients[0] * valid if weights is None else gradients[0] * valid * weights[rows]
@@ -99,8 +101,9 @@ class _LossSum(torch.autograd.Function):
             dlogits[torch.arange(len(valid), device=valid.device), labels[rows].clamp(min=0)] -= 1
             dlogits = (dlogits * factor[:, None]).to(hidden.dtype)
             dhidden[rows] = dlogits @ weight
-            dweight += dlogits.t() @ hidden[rows]
-        return dhidden, dweight.to(weight.dtype), None, None, None
+            if dweight is not None:
+                dweight += dlogits.t() @ hidden[rows]
+        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:

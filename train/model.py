@@ -5,8 +5,11 @@ Attention itself is `ringflash.hf`; the loss is `loss`. Called by `loop` and `pr
 Letters: B batch, L local tokens.
 """
 
+import copy
 import difflib
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import ringflash
 
-from .config import MODEL_REFUSED, Config, Memory, Model
+from . import lora, weights
+from .config import MODEL_REFUSED, Config, Memory, Model, Rope
 from .loss import LossHead
 
 ATTENTION = "ring"
@@ -46,45 +50,105 @@ class RingModel(nn.Module):
         return self.decoder.get_output_embeddings()(states.last_hidden_state, labels, each=each)
 
 
-def config_of(model: Model) -> Any:
-    """The transformers config of [model].
+def config_of(model: Model, length: int) -> Any:
+    """The transformers config of [model], its rotary frequencies fixed for sequences of `length` tokens.
 
-    Raises: ValueError naming a key of [model.config] that nothing reads, or one of MODEL_REFUSED.
+    max_position_embeddings is at least `length`, so that what is exported says how long it may be.
+    Raises: ValueError naming a key of [model.config] that nothing reads, one of MODEL_REFUSED, or what transformers
+        refuses.
     """
     from transformers import AutoConfig
 
-    known = AutoConfig.for_model(model.architecture).to_dict()
+    assert model.architecture is not None, "a folder is looked at by config.resolve before"
+    if model.pretrained is None:
+        _check_keys(model, AutoConfig.for_model(model.architecture).to_dict())
+    config = AutoConfig.for_model(model.architecture, **copy.deepcopy(model.config))
+    for key, reason in MODEL_REFUSED.items():
+        if value := getattr(config, key, None):
+            raise ValueError(f"model.config.{key} = {value}: {reason}; leave it out")
+    set_rope(config, model.rope)
+    config = ringflash.hf.freeze_rope(config, length)
+    config.max_position_embeddings = max(config.max_position_embeddings, length)
+    return config
+
+
+def _check_keys(model: Model, known: dict[str, Any]) -> None:
     for key in model.config:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(sorted(known))}"
             raise ValueError(f"model.config.{key} is not a key of {model.architecture!r}: {hint}")
-    config = AutoConfig.for_model(model.architecture, **model.config)
-    for key, reason in MODEL_REFUSED.items():
-        if value := getattr(config, key, None):
-            raise ValueError(f"model.config.{key} = {value}: {reason}; leave it out")
-    return config
 
 
-def build(config: Config, device: torch.device) -> RingModel:
-    """The model of a run with random weights, the same on every rank: drawn from train.seed.
+def set_rope(config: Any, rope: Rope) -> None:
+    """Put [model.rope] into a transformers config. Raises: ValueError for factors that are not one a frequency."""
+    parameters = config.rope_parameters
+    if "full_attention" in parameters:  # Gemma 3: the layers with a window keep theirs
+        parameters = parameters["full_attention"]
+    given = rope.model_dump(exclude_none=True)
+    if "theta" in given:
+        parameters["rope_theta"] = given.pop("theta")
+    if rope.type is None:
+        return
+    original = given.pop("original_length", None)
+    if rope.type == "dynamic":  # the one type that takes it from there
+        config.max_position_embeddings = original
+    elif original is not None:
+        given["original_max_position_embeddings"] = original
+    frequencies = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+    for key in ("short_factor", "long_factor"):
+        if key in given and len(given[key]) != frequencies:
+            raise ValueError(
+                f"model.rope.{key} has {len(given[key])} numbers: {frequencies}, one a frequency, are needed"
+            )
+    theta = parameters["rope_theta"]
+    parameters.clear()
+    parameters |= {"rope_theta": theta, "rope_type": given.pop("type")} | given
 
-    The ring must be registered with `ringflash.hf` first. Raises: ValueError, see `config_of`.
+
+def build(config: Config, device: torch.device, cut: Callable[[nn.Module], None] | None = None) -> RingModel:
+    """The model of a run with the weights of model.pretrained, or random ones drawn from train.seed, on every rank.
+
+    cut: see `weights.materialize`
+    The ring must be registered with `ringflash.hf` first. Raises: ValueError, see `config_of`, `lora.add`,
+        `weights.check_folder`.
     """
-    torch.manual_seed(config.train.seed)
-    model = build_decoder(config_of(config.model), dtype=DTYPES[config.model.dtype], attention=ATTENTION, device=device)
+    model = on_meta(
+        config_of(config.model, config.sequence.length), dtype=DTYPES[config.model.dtype], attention=ATTENTION
+    )
+    if config.train.trainable == "lora":
+        lora.add(model, config.lora)
     set_checkpointing(model, config.memory)
-    head = LossHead(model.get_output_embeddings().weight, config.memory.loss_chunk)
-    model.set_output_embeddings(head)
+    model.set_output_embeddings(LossHead(model.get_output_embeddings().weight, config.memory.loss_chunk))
+    torch.manual_seed(config.train.seed)
+    if config.model.pretrained is None:
+        fill = weights.fill_at_random(model)
+    else:
+        folder = weights.Folder(Path(config.model.pretrained))
+        weights.check_folder(folder, model)
+        fill = weights.fill_from(folder, model)
+    weights.materialize(model, device, fill, cut)
     return RingModel(model).train()
+
+
+def num_trained(model: nn.Module) -> int:
+    """Parameters that get gradients, also where a rank holds a part of them."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
 
 
 def build_decoder(config: Any, *, dtype: torch.dtype, attention: str, device: torch.device) -> Any:
     """A causal language model of transformers with random weights. config: see `config_of`."""
+    model = on_meta(config, dtype=dtype, attention=attention)
+    weights.materialize(model, device, weights.fill_at_random(model))
+    return model
+
+
+def on_meta(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
+    """A causal language model of transformers whose parameters have shapes and no memory. config: see `config_of`."""
     from transformers import AutoModelForCausalLM
 
     try:
-        with device:
+        with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except KeyError as error:
         raise ValueError(f"model.config: transformers finds no {error} for {config.model_type!r}") from error

@@ -88,7 +88,7 @@ def check_attention(config: Config, world: World) -> None:
     Raises: ValueError naming the largest error and the first layer that is off, on every rank alike.
     """
     dtype = models.DTYPES[config.model.dtype]
-    small = small_config(models.config_of(config.model))
+    small = small_config(models.config_of(config.model, config.sequence.length))
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens = TOKENS_PER_RANK * world.ring.size
     ids = torch.randint(small.vocab_size, (1, tokens), generator=generator).to(world.device)
@@ -122,12 +122,20 @@ def small_config(config: Any) -> Any:
     """Two narrow layers of the same architecture: the same heads, one layer of each kind of attention."""
     small = copy.deepcopy(config)
     small.head_dim = 16
+    for rope in (small.rope_parameters, *small.rope_parameters.values()):
+        for key in ("short_factor", "long_factor"):
+            if isinstance(rope, dict) and key in rope:
+                rope[key] = rope[key][: small.head_dim // 2]
     small.hidden_size = 16 * config.num_attention_heads
     small.intermediate_size = 32
     small.vocab_size = 64
     small.num_hidden_layers = 2
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(small, name, None)
+    if getattr(config, "num_experts", None):  # all of them: a choice may turn over on a rounding
+        small.num_experts = small.num_experts_per_tok = 2
+        small.moe_intermediate_size = 32
+        small.mlp_only_layers, small.decoder_sparse_step = [], 1
     if getattr(config, "sliding_window", None):
         small.sliding_window = min(config.sliding_window, SMALL_WINDOW)
     if getattr(config, "layer_types", None):

@@ -1,182 +1,139 @@
-"""Saving and resuming a run: what all ranks do together around `checkpoint` and DeepSpeed's own files.
+"""Going on from a checkpoint: which one, whether it fits, what changed since. Mesh and ZeRO stage may be others.
 
-Called by `loop`.
+Called by `loop` and `evaluation`.
 """
 
 import difflib
-import random
-import shutil
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
-
-from . import checkpoint
-from .checkpoint import Found, Manifest, Mesh
+from . import checkpoint, randomness
+from .checkpoint import Found
 from .config import Config
 from .data import Windows
 from .engine import Engine
+from .partitions import Piece
+from .saver import RANDOM, Progress, mesh_of, say, together
+from .storage import Reader, StorageError
 from .world import World
 
 FIXED = (
     "model.",
-    "sequence.length",
+    "train.trainable",
+    "lora.",
     "optimizer.name",
-    "optimizer.betas",
-    "optimizer.eps",
     "optimizer.momentum",
-    "optimizer.weight_decay",
-    "optimizer.clip_norm",
 )
-"""Keys that must be as they were: a checkpoint fits no other, or DeepSpeed restores the old value with it."""
+"""Keys that must be as they were: the weights or the optimizer's state fit no other. [model.rope] may change with the
+length of the sequences."""
 
 FREE = ("checkpoint.", "evaluation.", "metrics.", "launch.", "slurm.", "kubernetes.")
 """Keys that change nothing of what is trained."""
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be saved; the message is one sentence, the same on all ranks."""
+def resume(config: Config, world: World, engine: Engine, windows: Windows) -> Progress:
+    """Load what checkpoint.resume asks for. Returns where the run goes on from: (0, 0) at its start.
 
-
-class Progress(NamedTuple):
-    """How far a run is: the last step that is done, tokens seen by then."""
-
-    step: int
-    tokens_seen: int
-
-
-class Saver:
-    """Saves a run every so many steps, and brings a new process to where an old one was.
-
-    All ranks must call `save` and `resume` together.
+    All ranks must call it. Raises: ValueError, the same sentence on all, for a checkpoint that does not fit the run.
     """
+    chosen = _from_first(world, lambda: _choose(config, world))
+    if chosen is None:
+        return Progress(0, 0)
+    path, manifest = chosen
+    windows.restore(manifest.data)  # before gigabytes are read: other data are refused here
+    random = _load(path, world, engine, same_mesh=_reseeded(chosen, config, world) == "")
+    if random is None:
+        randomness.reseed(config.train.seed, manifest.step, world.rank)
+    else:
+        randomness.restore(random, world.device)
+    return Progress(manifest.step, manifest.tokens_seen)
 
-    def __init__(self, config: Config, world: World, engine: Engine, windows: Windows) -> None:
-        self._config = config
-        self._world = world
-        self._engine = engine
-        self._windows = windows
-        self._mesh = mesh_of(config, world)
 
-    def due(self, step: int) -> bool:
-        """Whether [checkpoint] asks for one after this step: at multiples of `every`, and at the end."""
-        every = self._config.checkpoint.every
-        return every is not None and (step % every == 0 or step == self._config.train.steps)
-
-    def save(self, progress: Progress) -> Path:
-        """Write a checkpoint; the step waits until it is on disk. Then remove those that need not be kept.
-
-        Raises: CheckpointError on all ranks, and the checkpoints that were there stay.
-        """
-        keep, folder = self._config.checkpoint, self._config.checkpoint_dir
-        partial = Path(self._on_first(checkpoint.begin, folder, progress.step))
-        self._engine.save(partial, extra={f"rank-{self._world.rank:05}.pt": random_states(self._world.device)})
-        written, error = self._engine.written()
-        rows = self._together((written, error))
-        self._refuse([error for _, error in rows], partial)
-        files = {name: size for sizes, _ in rows for name, size in sorted(sizes.items())}
-        path = self._on_first(checkpoint.publish, partial, self._manifest(progress, files))
-        if self._world.rank == 0:
-            try:
-                checkpoint.prune(folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
-            except OSError as raised:
-                _say(f"an old checkpoint could not be removed, the run goes on: {raised}")
-        return Path(path)
-
-    def resume(self) -> Progress:
-        """Load what checkpoint.resume asks for. Returns where the run goes on from: (0, 0) at its start.
-
-        Raises: ValueError, the same sentence on all ranks, for a checkpoint that does not fit the run.
-        """
-        chosen: Found | str | None = None
-        if self._world.rank == 0:
-            try:
-                chosen = self._choose()
-            except (ValueError, OSError) as error:
-                chosen = str(error)
-        chosen = self._together(chosen)[0]
-        if isinstance(chosen, str):
-            raise ValueError(chosen)
-        if chosen is None:
-            return Progress(0, 0)
-        path, manifest = chosen
-        self._engine.load(path)
-        self._windows.restore(manifest.data)
-        set_random_states(self._engine.read(path / f"rank-{self._world.rank:05}.pt"), self._world.device)
-        return Progress(manifest.step, manifest.tokens_seen)
-
-    def _choose(self) -> Found | None:
-        """The checkpoint to resume, with what is to be said about it; None: a fresh start."""
-        wanted, folder = self._config.checkpoint.resume, self._config.checkpoint_dir
-        found, torn = checkpoint.whole(folder)
-        newest = found[-1] if found else None
-        if wanted == "auto":
-            for sentence in torn:
-                _say(f"{sentence}; it is passed over")
-            chosen = newest
-        elif wanted == "no":
-            chosen = None
-        else:
-            chosen = checkpoint.read(Path(wanted))
-        done = chosen.manifest.step if chosen else 0
-        if newest and newest.manifest.step > done and self._config.checkpoint.every is not None:
-            raise ValueError(
-                f"checkpoint.resume = {wanted!r} starts behind step {done}, but checkpoint.dir = {str(folder)!r} holds "
-                f"step {newest.manifest.step}: another checkpoint.dir, or checkpoint.resume = 'auto' is accepted"
-            )
-        if chosen:
-            check_steps(chosen, self._config.train.steps)
-            check_mesh(chosen, self._mesh)
-            changes = compare(chosen, self._config.model_dump(mode="json"))
-            _say(f"resumes {chosen.path} behind step {done}" + "".join(f", with {change}" for change in changes))
-        elif wanted == "auto" and self._config.checkpoint.every is not None:
-            _say(f"no whole checkpoint is in {folder}: the run starts at step 1")
-        return chosen
-
-    def _manifest(self, progress: Progress, files: dict[str, int]) -> Manifest:
-        import deepspeed
-
-        return Manifest(
-            step=progress.step,
-            tokens_seen=progress.tokens_seen,
-            data=self._windows.state(),
-            mesh=self._mesh,
-            config=self._config.model_dump(mode="json"),
-            versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__},
-            files=files,
-        )
-
-    def _on_first(self, action: Any, *args: Any, **options: Any) -> str:
-        """What rank 0 returns from an action on the folder, as text; an error there is one on all ranks."""
-        result, error = "", None
-        if self._world.rank == 0:
-            try:
-                result = str(action(*args, **options))
-            except (OSError, ValueError) as raised:
-                error = str(raised)
-        result, error = self._together((result, error))[0]
-        self._refuse([error], None)
-        return result
-
-    def _together(self, value: Any) -> list[Any]:
-        """The value of every rank. RuntimeError if one of them does not come."""
+def _from_first(world: World, choose: Callable[[], Found | None]) -> Found | None:
+    """What rank 0 chooses, on all ranks. Raises: ValueError, the same sentence on all, for what it raised."""
+    chosen: Found | str | None = None
+    if world.rank == 0:
         try:
-            return self._world.gather_objects(value)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"rank {self._world.rank} waited for the others in vain: all ranks must save and resume together, and "
-                f"within train.timeout_s = {self._config.train.timeout_s} ({error})"
-            ) from error
+            chosen = choose()
+        except (ValueError, OSError) as error:
+            chosen = str(error)
+    chosen = together(world, chosen)[0]
+    if isinstance(chosen, str):
+        raise ValueError(chosen)
+    return chosen
 
-    def _refuse(self, errors: list[str | None], partial: Path | None) -> None:
-        """Raise the first error of all ranks on each, with the unfinished folder gone."""
-        for rank, error in enumerate(errors):
-            if error is not None:
-                if partial is not None and self._world.rank == 0:
-                    shutil.rmtree(partial, ignore_errors=True)  # or the next save removes it
-                raise CheckpointError(f"rank {rank} could not save a checkpoint, the ones before it stay: {error}")
+
+def _choose(config: Config, world: World) -> Found | None:
+    """The checkpoint to resume, with what is to be said about it; None: a fresh start."""
+    wanted, folder = config.checkpoint.resume, config.checkpoint_dir
+    found, torn = checkpoint.whole(folder)
+    newest = found[-1] if found else None
+    if wanted == "auto":
+        for sentence in torn:
+            say(f"{sentence}; it is passed over")
+        chosen = newest
+    elif wanted == "no":
+        chosen = None
+    else:
+        chosen = checkpoint.read(Path(wanted))
+    done = chosen.manifest.step if chosen else 0
+    if newest and newest.manifest.step > done and config.checkpoint.every is not None:
+        raise ValueError(
+            f"checkpoint.resume = {wanted!r} starts behind step {done}, but checkpoint.dir = {str(folder)!r} holds "
+            f"step {newest.manifest.step}: another checkpoint.dir, or checkpoint.resume = 'auto' is accepted"
+        )
+    if chosen:
+        check_steps(chosen, config.train.steps)
+        changes = [f"with {change}" for change in compare(chosen, config.model_dump(mode="json"))]
+        said = [f"resumes {chosen.path} behind step {done}", *changes, _reseeded(chosen, config, world)]
+        say(", ".join(filter(None, said)))
+    elif wanted == "auto" and config.checkpoint.every is not None:
+        say(f"no whole checkpoint is in {folder}: the run starts at step 1")
+    return chosen
+
+
+def _reseeded(found: Found, config: Config, world: World) -> str:
+    """Why no rank finds its random states again; empty on the mesh that saved them, whatever its ZeRO stage."""
+    saved, now = found.manifest.mesh, mesh_of(config, world)
+    if saved.model_copy(update={"zero": now.zero}) == now:
+        return ""
+    return f"saved by {saved}: random states are seeded anew from train.seed, step and rank"
+
+
+def _load(
+    path: Path, world: World, engine: Engine, *, same_mesh: bool = False, trains: bool = True
+) -> dict[str, Any] | None:
+    """Fill the engine. Returns the random states of this rank on the same mesh. Raises: ValueError, on all ranks.
+
+    trains: whether it gets the optimizer's state too
+    """
+    reader, error = None, None
+    try:
+        reader = Reader(path)
+    except ValueError as raised:
+        error = str(raised)
+    _agree(world, error)
+    assert reader is not None
+    name = RANDOM.format(world.rank)
+    values: dict[str, Any] = {}
+
+    def read(pieces: list[Piece]) -> None:
+        _agree(world, reader.refuses(pieces))
+        values.update(reader.fill(pieces, [name] if same_mesh else [], world.control))
+
+    try:
+        engine.fill(reader.kinds() if trains else (), read)
+    except StorageError as error:
+        raise ValueError(error.reason) from None
+    return values.get(name)
+
+
+def _agree(world: World, error: str | None) -> None:
+    """Raise the first error of all ranks on each."""
+    for told in together(world, error):
+        if told is not None:
+            raise ValueError(told)
 
 
 def load_weights(config: Config, world: World, engine: Engine) -> Progress:
@@ -185,20 +142,11 @@ def load_weights(config: Config, world: World, engine: Engine) -> Progress:
     "no": the weights that a run begins with. Returns how far the run was.
     Raises: ValueError, the same sentence on all ranks, if there is no checkpoint or it holds another model.
     """
-    chosen: Found | str | None = None
-    if world.rank == 0:
-        try:
-            chosen = _to_evaluate(config)
-        except (ValueError, OSError) as error:
-            chosen = str(error)
-    chosen = world.gather_objects(chosen)[0]
-    if isinstance(chosen, str):
-        raise ValueError(chosen)
+    chosen = _from_first(world, lambda: _to_evaluate(config))
     if chosen is None:
         return Progress(0, 0)
     path, manifest = chosen
-    check_mesh(chosen, mesh_of(config, world))
-    engine.load(path)
+    _load(path, world, engine, trains=False)
     return Progress(manifest.step, manifest.tokens_seen)
 
 
@@ -209,7 +157,7 @@ def _to_evaluate(config: Config) -> Found | None:
     if wanted == "auto":
         found, torn = checkpoint.whole(folder)
         for sentence in torn:
-            _say(f"{sentence}; it is passed over")
+            say(f"{sentence}; it is passed over")
         if not found:
             raise ValueError(
                 f"no whole checkpoint is in checkpoint.dir = {str(folder)!r}: --checkpoint with the folder of one is "
@@ -218,38 +166,14 @@ def _to_evaluate(config: Config) -> Found | None:
         chosen = found[-1]
     else:
         chosen = checkpoint.read(Path(wanted))
-    compare(chosen, config.model_dump(mode="json"), fixed=("model.",))
+    compare(chosen, config.model_dump(mode="json"), fixed=("model.", "train.trainable", "lora."))
     return chosen
-
-
-def mesh_of(config: Config, world: World) -> Mesh:
-    """How the ranks of this run are used."""
-    return Mesh(
-        processes=world.size,
-        data=world.data_size,
-        ring=config.parallel.ring,
-        ulysses=config.parallel.ulysses,
-        zero=config.parallel.zero,
-    )
 
 
 def check_steps(found: Found, steps: int) -> None:
     """Refuse a checkpoint behind the end of the run."""
     if found.manifest.step > steps:
         raise ValueError(f"{found.path} was saved behind step {found.manifest.step}, train.steps = {steps} is less")
-
-
-def check_mesh(found: Found, now: Mesh) -> None:
-    """Refuse a checkpoint of another number of processes or another ZeRO stage.
-
-    data, ring and ulysses may differ: all ranks are one ZeRO world, whatever they share.
-    """
-    saved = found.manifest.mesh
-    if (saved.processes, saved.zero) != (now.processes, now.zero):
-        raise ValueError(
-            f"{found.path} was saved by {saved}, this run is {now}: {saved.processes} processes and parallel.zero = "
-            f"{saved.zero} are accepted, with any data, ring and ulysses; or checkpoint.resume = 'no'"
-        )
 
 
 def compare(found: Found, now: dict[str, Any], fixed: tuple[str, ...] = FIXED) -> list[str]:
@@ -261,7 +185,7 @@ def compare(found: Found, now: dict[str, Any], fixed: tuple[str, ...] = FIXED) -
     before, after = _flat(found.manifest.config), _flat(now)
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
     for key in changed:
-        if key.startswith(fixed):
+        if key.startswith(fixed) and not key.startswith("model.rope."):
             raise ValueError(
                 f"{found.path} was saved with {_named(key, before, after)}, this run has "
                 f"{_named(key, after, before)}: the value that was saved is accepted, or checkpoint.resume = 'no'"
@@ -290,28 +214,3 @@ def _named(key: str, here: dict[str, Any], there: dict[str, Any]) -> str:
 
 def _shown(key: str, table: dict[str, Any]) -> str:
     return repr(table[key]) if key in table else "left out"
-
-
-def _say(sentence: str) -> None:
-    print(f"ringflash: {sentence}", file=sys.stderr)
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of all random generators of this process, as plain values and tensors."""
-    kind, keys, *rest = np.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Put back what `random_states` returned."""
-    random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)

@@ -57,6 +57,7 @@ class World:
     ring: the ranks that share this rank's sequences
     data_rank, data_size: which of how many sequences of a global batch this ring takes
     control: all ranks over gloo, for a few numbers a step on the host, so that a GPU is never waited for
+    writing: the same ranks again, for the thread that writes a checkpoint meanwhile
     """
 
     rank: int
@@ -66,6 +67,7 @@ class World:
     data_rank: int
     data_size: int
     control: dist.ProcessGroup
+    writing: dist.ProcessGroup
 
     def gather(self, numbers: list[float]) -> np.ndarray:
         """The same few numbers of every rank, float64 [size, len(numbers)], on every rank. All ranks must call it."""
@@ -113,8 +115,8 @@ def connect(config: Config, device: torch.device) -> World:
         ulysses=config.parallel.ulysses,
         timeout_s=config.train.timeout_s,
     )
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    return World(rank, size, device, ring, rank // shared, data_size, control)
+    control, writing = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    return World(rank, size, device, ring, rank // shared, data_size, control, writing)
 
 
 def device_of(place: Place) -> torch.device:

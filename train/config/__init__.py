@@ -8,11 +8,13 @@ Here lives what can be judged before a GPU is touched. Nothing of torch, transfo
     run.py        Config: the tables together, and the sizes that follow from them
     file.py       load: TOML and overrides -> Config
     folders.py    check_paths: the folders that the keys name
+    pretrained.py resolve: what the folder of model.pretrained says of the model
     refusal.py    ConfigError, and the one sentence for what pydantic refused
 """
 
 from .file import load
 from .folders import check_paths
+from .pretrained import resolve
 from .refusal import ConfigError
 from .rules import MODEL_REFUSED
 from .run import Batch, Config
@@ -22,12 +24,14 @@ from .sections import (
     Evaluation,
     Kubernetes,
     Launch,
+    Lora,
     Memory,
     Metrics,
     Model,
     Needle,
     Optimizer,
     Parallel,
+    Rope,
     Sequence,
     Slurm,
     Source,
@@ -44,16 +48,19 @@ __all__ = [
     "Evaluation",
     "Kubernetes",
     "Launch",
+    "Lora",
     "Memory",
     "Metrics",
     "Model",
     "Needle",
     "Optimizer",
     "Parallel",
+    "Rope",
     "Sequence",
     "Slurm",
     "Source",
     "Train",
     "check_paths",
     "load",
+    "resolve",
 ]

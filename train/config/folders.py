@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from .pretrained import resolve
 from .refusal import ConfigError
 from .run import Config
 from .sections import Source
@@ -32,6 +33,12 @@ def check_paths(config: Config, *, trains: bool = True) -> None:
             raise ConfigError(
                 f"checkpoint.dir = {str(config.checkpoint_dir)!r} cannot be written: {error.strerror}"
             ) from None
+    resolve(config)
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "no") and not Path(resume).is_dir():
+        raise ConfigError(
+            f"checkpoint.resume = {resume!r} is not a folder: 'auto', 'no' or the folder of one checkpoint is accepted"
+        )
     for index, source in enumerate(config.data.all_sources if trains else []):
         _check_source(source, f"data.sources.{index}" if config.data.sources else "data")
     evaluates = not trains or config.evaluation.every is not None

@@ -28,6 +28,16 @@ MODEL_SHAPE = (
 )
 """Keys that [model.config] must spell out, so that no run takes its shape from a default of transformers."""
 
+ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor", "original_length"), ()),
+    "yarn": (("factor", "original_length"), ("attention_factor", "beta_fast", "beta_slow")),
+    "llama3": (("factor", "original_length", "low_freq_factor", "high_freq_factor"), ()),
+    "longrope": (("short_factor", "long_factor", "original_length"), ("factor", "attention_factor")),
+}
+"""model.rope.type -> keys of [model.rope] that it needs, and those that it may have."""
+
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 """Head dimensions that ringflash.attention computes."""
 
@@ -35,6 +45,8 @@ MODEL_REFUSED = {
     "attention_dropout": "attention over a ring has no dropout",
     "attn_logit_softcapping": "the kernels cap no scores",
     "final_logit_softcapping": "the chunked loss caps no logits",
+    "output_router_logits": "the loss that balances experts is not linear in the tokens, so no sum over ranks is exact",
+    "use_bidirectional_attention": "the loss needs a causal model",
 }
 """Keys of [model.config] that would change the model, and why they cannot be honoured."""
 
@@ -89,8 +101,18 @@ def _check_batch(config: "Config") -> None:
     config.batch(config.world_size)
 
 
+def _check_source_of_model(config: "Config") -> None:
+    model = config.model
+    if model.pretrained is None and model.architecture is None:
+        raise ConfigError(
+            "model.architecture is missing: a family with [model.config], or the folder model.pretrained, is needed"
+        )
+
+
 def _check_shape(config: "Config") -> None:
     table = config.model.config
+    if not config.model.is_known:
+        return
     for key in MODEL_SHAPE:
         if key not in table:
             near = difflib.get_close_matches(key, table, n=1)
@@ -101,6 +123,8 @@ def _check_shape(config: "Config") -> None:
 
 
 def _check_vocabulary(config: "Config") -> None:
+    if not config.model.is_known:
+        return
     size = config.model.config["vocab_size"]
     if config.data.tokenizer == "bytes" and size < BYTE_VOCABULARY:
         raise ConfigError(
@@ -116,6 +140,37 @@ def _check_refused(config: "Config") -> None:
             raise ConfigError(f"model.config.{key} = {table[key]!r}: {reason}; leave it out")
 
 
+def _check_rope(config: "Config") -> None:
+    rope = config.model.rope
+    given = {key for key in rope.model_fields_set - {"type", "theta"} if getattr(rope, key) is not None}
+    if rope.type is None:
+        if given:
+            raise ConfigError(
+                f"model.rope.{min(given)} is given without model.rope.type: one of {', '.join(ROPE_KEYS)}"
+            )
+        return
+    needed, possible = ROPE_KEYS[rope.type]
+    for key in needed:
+        if key not in given:
+            raise ConfigError(f"model.rope.{key} is missing: model.rope.type = {rope.type!r} needs it")
+    if unused := given - {*needed, *possible}:
+        raise ConfigError(f"model.rope.{min(unused)} is given but model.rope.type = {rope.type!r} does not use it")
+    if rope.type == "longrope" and not given & {"factor", "attention_factor"}:
+        raise ConfigError("model.rope.factor is missing: longrope needs it, or model.rope.attention_factor")
+    if rope.type == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:  # type: ignore[operator]
+        raise ConfigError(
+            f"model.rope.high_freq_factor = {rope.high_freq_factor} must be above model.rope.low_freq_factor = "
+            f"{rope.low_freq_factor}"
+        )
+
+
+def _check_trainable(config: "Config") -> None:
+    if config.train.trainable == "lora" and config.model.pretrained is None:
+        raise ConfigError("train.trainable = 'lora' needs model.pretrained: adapters of random weights are of no use")
+    if config.train.trainable != "lora" and "lora" in config.model_fields_set:
+        raise ConfigError(f"[lora] is given but train.trainable = {config.train.trainable!r} does not use it")
+
+
 def _check_gradients(config: "Config") -> None:
     if config.parallel.zero == 0 and config.model.dtype == "bfloat16":
         raise ConfigError(
@@ -126,7 +181,9 @@ def _check_gradients(config: "Config") -> None:
 
 def _check_head_dim(config: "Config") -> None:
     table, architecture = config.model.config, config.model.architecture
-    if "head_dim" not in table and architecture in ("qwen3", "gemma3_text"):
+    if not config.model.is_known:
+        return
+    if "head_dim" not in table and architecture in ("qwen3", "qwen3_moe", "gemma3_text"):
         raise ConfigError(f"model.config.head_dim is missing: {architecture} does not derive it from hidden_size")
     head_dim = table.get("head_dim", table["hidden_size"] / table["num_attention_heads"])
     if head_dim not in HEAD_DIMS:
@@ -136,6 +193,8 @@ def _check_head_dim(config: "Config") -> None:
 
 def _check_heads(config: "Config") -> None:
     table = config.model.config
+    if not config.model.is_known:
+        return
     heads, kv_heads, ulysses = table["num_attention_heads"], table["num_key_value_heads"], config.parallel.ulysses
     if heads % kv_heads:
         raise ConfigError(
@@ -252,6 +311,9 @@ RULES: tuple[Callable[["Config"], None], ...] = (
     _check_slurm,
     _check_batch,
     _check_data,
+    _check_source_of_model,
+    _check_rope,
+    _check_trainable,
     _check_shape,
     _check_vocabulary,
     _check_refused,

@@ -13,6 +13,7 @@ from .sections import (
     Evaluation,
     Kubernetes,
     Launch,
+    Lora,
     Memory,
     Metrics,
     Model,
@@ -42,6 +43,7 @@ class Config(Section):
     parallel: Parallel
     optimizer: Optimizer
     train: Train
+    lora: Lora = Lora()
     memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()

@@ -22,13 +22,49 @@ class Section(BaseModel):
     )
 
 
+class Rope(Section):
+    """Rotary positions; left out: as the model has them. In Gemma 3 they are those of the layers without a window."""
+
+    type: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] | None = None
+    """How the frequencies are scaled, in place of what the model has; the next keys say by how much."""
+    theta: Positive | None = None
+    """Base of the frequencies; left out: the model's."""
+    factor: Annotated[float, Field(ge=1)] | None = None
+    """All types but default: how much longer the sequences become."""
+    original_length: Count | None = None
+    """All but default and linear: tokens of the sequences that the model was trained on before."""
+    attention_factor: Positive | None = None
+    """yarn, longrope: what the rotations are multiplied by; left out: follows from factor."""
+    beta_fast: Positive | None = None
+    """yarn: rotations over the original length from which a frequency stays as it is; left out: 32."""
+    beta_slow: Positive | None = None
+    """yarn: rotations up to which a frequency is divided by factor; left out: 1."""
+    low_freq_factor: Positive | None = None
+    """llama3: original_length divided by it is the wavelength above which frequencies are divided by factor."""
+    high_freq_factor: Positive | None = None
+    """llama3: original_length divided by it is the wavelength below which frequencies stay as they are."""
+    short_factor: list[Positive] | None = None
+    """longrope: a divisor for each frequency, if sequence.length is at most original_length."""
+    long_factor: list[Positive] | None = None
+    """longrope: a divisor for each frequency, if sequence.length is more."""
+
+
 class Model(Section):
-    architecture: Literal["llama", "qwen2", "qwen3", "mistral", "gemma3_text"]
-    """`model_type` of a decoder model of transformers."""
-    config: dict[str, Any]
-    """The table [model.config], handed to `AutoConfig.for_model`."""
+    pretrained: str | None = None
+    """Local folder with config.json and safetensors of transformers, which the weights come from; left out: random."""
+    architecture: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text"] | None = None
+    """`model_type` of a decoder model of transformers; left out: that of pretrained."""
+    config: dict[str, Any] = {}
+    """The table [model.config], handed to `AutoConfig.for_model`; with pretrained: changes of its config.json."""
     dtype: Literal["float32", "bfloat16"]
     """Type of the parameters in forward and backward; the optimizer's copy is float32."""
+    rope: Rope = Rope()
+    """The table [model.rope], fixed once for sequence.length."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether architecture and shape stand here: with pretrained, not before `resolve` has read its config.json."""
+        return self.architecture is not None and (self.pretrained is None or "vocab_size" in self.config)
 
 
 class Source(Section):
@@ -125,6 +161,8 @@ class Train(Section):
     """Sequences a forward pass of one data replica; 1 where attention stays inside documents."""
     accumulation: Count | None = None
     """Forward passes a step of one data replica."""
+    trainable: Literal["all", "lora"] = "all"
+    """What is trained: all weights, or the low-rank adapters of [lora] beside frozen weights of model.pretrained."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the weights and of the order of the documents."""
     deterministic: bool = False
@@ -133,6 +171,19 @@ class Train(Section):
     """Seconds after which a rank that waits for another gives up."""
     self_test: bool = True
     """Whether the run starts with the probe that compares the engine's gradient with the closed form."""
+
+
+class Lora(Section):
+    """Read when train.trainable is "lora". There is no dropout: ranks would draw different numbers."""
+
+    rank: Count = 16
+    """Width of the adapters."""
+    alpha: Count = 32
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: Annotated[list[str], Field(min_length=1)] = [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+    """Last words of the names of the layers that get an adapter."""
 
 
 class Memory(Section):

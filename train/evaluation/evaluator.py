@@ -11,7 +11,7 @@ import numpy as np
 from ..config import Config
 from ..data import HeldOut, Tokenizer
 from ..engine import Engine
-from ..resume import Progress
+from ..saver import Progress
 from ..world import World
 from .needle import Haystack
 from .result import Cell, Range, Result

@@ -1,0 +1,118 @@
+"""Checkpoints of any mesh and stage as folders that transformers and peft load, with the same weights and logits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import training
+from conftest import error
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import ringflash
+from train import export, loop, lora, model
+
+ROPE = {"type": "dynamic", "factor": 2.0, "original_length": 24}
+TIED = training.LLAMA | {"tie_word_embeddings": True}
+LORA = {"rank": 3, "alpha": 6, "targets": ["q_proj", "down_proj"]}
+# name -> family of the folder it starts from or None, mesh, ZeRO, other keys
+RUNS = {
+    "llama": ("llama", (2, 1, 1), 0, {}),
+    "tied-bf16": (None, (1, 2, 1), 2, {"model": {"architecture": "llama", "config": TIED, "dtype": "bfloat16"}}),
+    "dynamic": (None, (1, 2, 1), 1, {"model": {"architecture": "llama", "config": training.LLAMA, "rope": ROPE}}),
+    "experts": ("qwen3_moe", (1, 2, 1), 3, {}),
+    "lora": ("llama", (1, 2, 1), 3, {"lora": LORA, "train": {"trainable": "lora"}}),
+}
+
+
+def trained(config):
+    """Body: one step, saved; the weights of rank 0, and whether a run that resumes has the same."""
+    results = []
+    for _ in range(2):
+        run = loop.prepare(config, training.join(config))
+        if not results:
+            loop.fit(run)
+        results.append(run.engine.full_parameters())
+        run.engine.close()
+    same = all(torch.equal(weight, results[1][name]) for name, weight in results[0].items())
+    return {name.removeprefix("decoder."): weight for name, weight in results[0].items()}, same
+
+
+@pytest.fixture(scope="module")
+def runs(pool, tmp_path_factory):
+    """name -> (config, weights after a step, folder of the checkpoint)"""
+    texts = training.write_texts(tmp_path_factory.mktemp("texts"))
+    made = {}
+    for name, (family, mesh, zero, changes) in RUNS.items():
+        given = {"mesh": mesh, "zero": zero, "optimizer": "adamw", "checkpoint": {"every": 1}, **changes}
+        given["train"] = {"name": name, "steps": 1, "global_batch": 4, "self_test": False} | given.get("train", {})
+        if family is None:
+            config = training.config_of(texts, **given)
+        else:
+            folder = training.save_model(family, tmp_path_factory.mktemp(family))
+            (folder / "tokenizer.json").write_text("{}")
+            (folder / "code.py").write_text("")
+            config = training.pretrained(folder, texts, **given)
+        weights, same = pool(2)(trained, config)[0]
+        assert same, f"{name} resumes with other weights"
+        made[name] = config, weights, config.checkpoint_dir / "step-00000001"
+    return made
+
+
+def tokens():
+    return torch.randint(260, (1, training.LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "lora"])
+def test_R82_from_pretrained_has_the_weights_and_the_logits(runs, tmp_path, name):
+    config, weights, path = runs[name]
+    export.export(path, tmp_path / "out", shard_bytes=40_000)
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert got.dtype is model.DTYPES[config.model.dtype]
+    assert {key for key, _ in got.named_parameters()} == weights.keys()
+    for key, parameter in got.named_parameters():
+        assert torch.equal(parameter, weights[key]), key
+    assert (got.lm_head.weight is got.model.embed_tokens.weight) == (name == "tied-bf16")
+    used = model.config_of(config.model, training.LENGTH)
+    want = AutoModelForCausalLM.from_config(used, dtype=model.DTYPES[config.model.dtype]).eval()
+    want.load_state_dict(weights, strict=name != "tied-bf16")
+    assert torch.equal(got(tokens()).logits, want(tokens()).logits)
+    table = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert table["rope_parameters"]["rope_type"] == "default"
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+    assert (tmp_path / "out" / "tokenizer.json").is_file() == (config.model.pretrained is not None)
+    assert not list((tmp_path / "out").glob("*.py")) and not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for the old name
+def test_an_adapter_is_loaded_by_peft_and_gives_the_logits(runs, tmp_path):
+    config, weights, path = runs["lora"]
+    export.export(path, tmp_path / "out")
+    assert sum(file.stat().st_size for file in path.rglob("*")) < 100_000, "frozen weights are saved"
+    got = PeftModel.from_pretrained(training.from_folder(config.model.pretrained), tmp_path / "out").eval()
+    for key, parameter in got.named_parameters():
+        assert torch.equal(parameter, weights[key.removeprefix("base_model.model.")]), key
+    adapters = [weight for key, weight in weights.items() if lora.is_adapter(key)]
+    assert len(adapters) == 8 and all(weight.any() for weight in adapters)
+    ring = ringflash.Ring()
+    ringflash.hf.register(ring, name=model.ATTENTION)
+    ours = model.build(config, torch.device("cpu"))
+    ours.decoder.load_state_dict(weights)
+    assert error(ours(tokens(), None, ring.layout(training.LENGTH)), got(tokens()).logits) <= 1e-5
+
+
+def test_the_command_says_what_it_did_or_why_not(runs, tmp_path, capsys):
+    path, out = runs["llama"][2], tmp_path / "out"
+    assert export.main([str(path), str(out)]) == 0
+    assert (out / "model.safetensors").is_file()
+    assert export.main([str(path), str(out)]) == 2
+    assert "is there and not empty" in capsys.readouterr().err
+    torn = shutil.copytree(path, tmp_path / "step-00000001")
+    (torn / "manifest.json").unlink()
+    assert export.main([str(torn), str(tmp_path / "other")]) == 2
+    assert "is no whole checkpoint: it has no manifest.json" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
