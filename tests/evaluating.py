@@ -16,7 +16,8 @@ import training
 
 from train import data, loop, metrics, model
 from train.config import Config
-from train.evaluation import Evaluator, standalone
+from train.data.tokens import labels_of
+from train.evaluation import Evaluator, needle, standalone
 from train.evaluation.needle import Haystack
 from train.saver import Progress
 
@@ -51,6 +52,18 @@ def write_held_out(folder: Path) -> Path:
     return folder
 
 
+IDS_OF = Haystack.ids_of
+NOISE = np.random.default_rng(2).bytes(150)
+
+
+def everywhere(haystack: Haystack, text: Any) -> tuple[np.ndarray, np.ndarray]:
+    """A text in which every next token is a target: of noise, a model with random weights finds some."""
+    ids, _ = IDS_OF(haystack, text)
+    return ids, labels_of(ids)
+
+
+@patch.object(needle, "FILLER", NOISE)
+@patch.object(Haystack, "ids_of", everywhere)
 def evaluate(config: Config) -> list[Any]:
     """Body: two evaluations of the model as it is built, and whether it would train on."""
     joined = training.join(config)
@@ -85,6 +98,8 @@ def evaluate_checkpoint(config: Config) -> str | None:
     return None
 
 
+@patch.object(needle, "FILLER", NOISE)
+@patch.object(Haystack, "ids_of", everywhere)
 def alone(config: Config) -> dict[str, Any]:
     """The same in this process, in fp64, each document and each text on its own, through transformers' attention.
 
