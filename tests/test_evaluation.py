@@ -183,6 +183,8 @@ def test_texts_without_room_and_tokenizers_without_digits_are_refused(tmp_path):
         ValueError, match=r"evaluation\.needle\.lengths holds 60: at least 1\d\d tokens hold a pass key"
     ):
         Haystack(Needle(lengths=[60, 300]), ByteTokenizer(), sequence_length=512)
+    with pytest.raises(ValueError, match=r"lengths holds 300: at most sequence\.length = 256 is accepted"):
+        Haystack(Needle(lengths=[160, 300]), ByteTokenizer(), sequence_length=256)
     tokenizer = FolderTokenizer(corpora.folder_tokenizer(tmp_path))
     with pytest.raises(ValueError, match="has no digits to spell a pass key"):
         Haystack(Needle(lengths=[60]), tokenizer, sequence_length=512)
@@ -191,7 +193,6 @@ def test_texts_without_room_and_tokenizers_without_digits_are_refused(tmp_path):
 REFUSED = {
     "nothing": ({"every": 3, "sources": [], "positions": None, "needle": {}}, "every = 3 has nothing to evaluate"),
     "no source": ({"sources": []}, "evaluation.positions is given but there is no table [[evaluation.sources]]"),
-    "long": ({"needle": {"lengths": [512]}}, "lengths holds 512: at most sequence.length = 256"),
     "order": ({"needle": {"lengths": [200, 180]}}, "evaluation.needle.lengths = [200, 180]: numbers that rise"),
     "unused": ({"needle": {"samples": 2}}, "evaluation.needle.samples is given but evaluation.needle.lengths is not"),
     "depth": ({"needle": {"lengths": [200], "depths": [1.5]}}, "less than or equal to 1"),

@@ -35,6 +35,11 @@ class Haystack:
     """The texts of a grid. Raises: ValueError for lengths without room, or a tokenizer that cannot spell keys."""
 
     def __init__(self, needle: Needle, tokenizer: Tokenizer, *, sequence_length: int) -> None:
+        if needle.lengths[-1] > sequence_length:
+            raise ValueError(
+                f"evaluation.needle.lengths holds {needle.lengths[-1]}: at most sequence.length = {sequence_length} is "
+                "accepted"
+            )
         self._needle, self._encode = needle, tokenizer.encode
         self._length, self._pad = sequence_length, tokenizer.pad
         self._filler, self._before, self._after, self._question = tokenizer.encode([FILLER, BEFORE, AFTER, QUESTION])
