@@ -20,6 +20,7 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 demo: $(VENV)/ready
+	rm -rf runs/demo/checkpoints runs/demo/one_process/checkpoints
 	$(BIN)/python -m launch configs/demo.toml
 	@echo "the first steps again, on one process:"
 	OMP_NUM_THREADS=1 $(BIN)/python -m launch configs/demo.toml --set metrics.dir=runs/demo --set train.name=one_process \

@@ -229,6 +229,12 @@ def demo() -> str:
     return "```\n" + result["report"].strip() + f"\n```\n\n{source(result)}\n"
 
 
+def evaluation() -> str:
+    """What `ringflash eval` printed of the demo's checkpoint."""
+    result = load("evaluation")
+    return f"```\n$ {result['command']}\n{result['report'].strip()}\n```\n\n{source(result)}\n"
+
+
 RENDER: dict[str, Callable[[], str]] = {
     "gpu": gpu,
     "fp8": fp8,
@@ -240,6 +246,7 @@ RENDER: dict[str, Callable[[], str]] = {
     "traffic": traffic,
     "tuning": tuning,
     "demo": demo,
+    "evaluation": evaluation,
 }
 
 

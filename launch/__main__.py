@@ -1,39 +1,50 @@
-"""The `ringflash` command, and `python -m launch`, which is its `launch` without the word."""
+"""The `ringflash` command: WORDS is the table. `python -m launch` is its `launch` without the word."""
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from . import LAUNCHERS
 from .job import Job, sibling, sibling_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`ringflash launch ...` starts a run; `ringflash train ...` is one process of it, as torchrun runs it."""
+    """`ringflash WORD ...`"""
     parser = argparse.ArgumentParser(prog="ringflash", description="Train on sequences that no single GPU can hold.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_arguments(commands.add_parser("launch", help="start a run on its machines"))
-    commands.add_parser("train", help="be one process of a run, started by torchrun", add_help=False)
-    commands.add_parser("export", help="make a checkpoint a model of transformers", add_help=False)
-    arguments, rest = parser.parse_known_args(argv)
-    module = {"train": "train", "export": "train.export"}.get(arguments.command)
-    if module is not None:
-        os.execv(sys.executable, [sys.executable, "-m", sibling_name(module), *rest])
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return start(arguments)
+    words = parser.add_subparsers(dest="word", metavar="WORD", required=True)
+    for name, word in WORDS.items():
+        words.add_parser(name, help=word.help, add_help=False)
+    chosen, rest = parser.parse_known_args(argv)
+    return WORDS[chosen.word].run(rest)
 
 
 def launch(argv: Sequence[str] | None = None) -> int:
-    """`python -m launch CONFIG ...`"""
+    """`python -m launch CONFIG ...`: train."""
     parser = argparse.ArgumentParser(prog="launch", description="Start a run on its machines.")
     _add_arguments(parser)
     return start(parser.parse_args(argv))
 
 
-def start(arguments: argparse.Namespace) -> int:
+def evaluate(argv: Sequence[str] | None = None) -> int:
+    """`ringflash eval CONFIG ...`: the same processes as of `launch`, which evaluate a checkpoint and end."""
+    parser = argparse.ArgumentParser(
+        prog="ringflash eval", description="Evaluate a checkpoint on the machines of its run."
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="PATH", help="folder of the checkpoint; left out: what checkpoint.resume says"
+    )
+    _add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.checkpoint is not None:
+        arguments.set.append(f"checkpoint.resume={json.dumps(arguments.checkpoint)}")
+    return start(arguments, evaluates=True)
+
+
+def start(arguments: argparse.Namespace, *, evaluates: bool = False) -> int:
     """Check the configuration, then print, run or submit it. Returns the exit code; 2 = refused."""
     config_module = sibling("train.config")
     overrides = list(arguments.set)
@@ -43,10 +54,11 @@ def start(arguments: argparse.Namespace) -> int:
     try:
         config = config_module.load(arguments.config, overrides)
         job = Job(config, sibling_name("train"), worker_arguments, _node(arguments, config))
+        job = replace(job, arguments=(*worker_arguments, "--evaluate"), folder="evaluation") if evaluates else job
         launcher = LAUNCHERS[config.launch.scheduler]
         text = launcher.shown(job)
         if not arguments.dry_run and config.launch.scheduler != "kubernetes":  # its paths are those of the pods
-            config_module.check_paths(config)
+            config_module.check_paths(config, trains=not evaluates)
     except ValueError as refusal:
         print(f"ringflash: {refusal}", file=sys.stderr)
         return 2
@@ -87,6 +99,31 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change section.key of the file"
     )
     parser.add_argument("--dry-run", action="store_true", help="print exactly what would run and start nothing")
+
+
+def _module(name: str) -> Callable[[list[str]], int]:
+    """Become `python -m` of a module of the trainer: this process imports no torch."""
+
+    def run(rest: list[str]) -> int:
+        os.execv(sys.executable, [sys.executable, "-m", sibling_name(name), *rest])
+
+    return run
+
+
+class Word(NamedTuple):
+    """run: gets what stands behind the word, returns the exit code."""
+
+    run: Callable[[list[str]], int]
+    help: str
+
+
+WORDS = {
+    "launch": Word(launch, "start a run on its machines"),
+    "eval": Word(evaluate, "evaluate a checkpoint on the machines of its run"),
+    "export": Word(_module("train.export"), "make a checkpoint a model of transformers"),
+    "report": Word(_module("train.report"), "what the run of the demo showed"),
+    "train": Word(_module("train"), "be one process of a run, started by torchrun"),
+}
 
 
 if __name__ == "__main__":

@@ -49,16 +49,18 @@ class Job:
     worker: module that every process runs
     arguments: its command line; the first is the configuration's file
     node: which of the nodes this machine is; None = none, or left to the scheduler
+    folder: beside the run's own, for what its ranks say at their end: another job of the same run may be under way
     """
 
     config: Config
     worker: str
     arguments: tuple[str, ...]
     node: int | None = None
+    folder: str = "."
 
     def verdict_setting(self, node: int) -> dict[str, str]:
         """The variable that tells the processes of a node where to leave their verdicts."""
-        return {VERDICT_VARIABLE: str(self.config.run_dir / "verdict" / f"node{node}")}
+        return {VERDICT_VARIABLE: str(self.config.run_dir / self.folder / "verdict" / f"node{node}")}
 
 
 class Ending(NamedTuple):

@@ -1,6 +1,7 @@
 """launch/: what would run, what is refused before anything runs, and how the end of a run is judged."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -9,13 +10,14 @@ import textwrap
 import threading
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from launch import torchrun
+from launch.__main__ import WORDS, main
 from launch.__main__ import launch as launch_command
-from launch.__main__ import main
 from launch.job import VERDICT_VARIABLE, Job, judge, run, sibling, sibling_name
 from train import verdict
 from train.config import load
@@ -66,13 +68,42 @@ def test_the_installed_command_is_the_same(capsys):
     assert installed == capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("word", "module"), [("train", "train"), ("export", "train.export")])
-def test_a_word_of_the_command_becomes_its_module(monkeypatch, word, module):
+@pytest.mark.parametrize(
+    ("word", "module"), [("train", "train"), ("export", "train.export"), ("report", "train.report")]
+)
+def test_a_word_of_the_trainer_becomes_its_module(monkeypatch, word, module):
     started = []
     monkeypatch.setattr(os, "execv", lambda path, command: started.append((path, command)) or sys.exit(0))
     with pytest.raises(SystemExit):
-        main([word, str(DEMO), "--set", "train.steps=4"])
-    assert started == [(sys.executable, [sys.executable, "-m", module, str(DEMO), "--set", "train.steps=4"])]
+        main([word, str(DEMO), "--set", "train.steps=4", "--help"])
+    assert started == [(sys.executable, [sys.executable, "-m", module, str(DEMO), "--set", "train.steps=4", "--help"])]
+    assert find_spec(f"{module}.__main__" if module == "train" else module)
+
+
+def test_every_word_is_listed(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^ +{name} +{re.escape(word.help)}$", out, re.MULTILINE) for name, word in WORDS.items())
+
+
+def test_an_evaluation_starts_the_processes_of_the_run(capsys):
+    """Its verdicts lie apart, since the run may still be training; nothing of [data] is needed."""
+    words = ["eval", str(DEMO), "--checkpoint", "runs/a b/7", "--set", "data.path=/absent"]
+    assert main([*words, "--dry-run"]) == 0
+    evaluation = shlex.split(capsys.readouterr().out)
+    assert main(["launch", str(DEMO), "--set", "data.path=/absent", "--dry-run"]) == 0
+    training = shlex.split(capsys.readouterr().out)
+    assert evaluation[1] == f"{VERDICT_VARIABLE}=runs/demo/evaluation/verdict/node0" != training[1]
+    assert evaluation == [
+        *training[:1],
+        evaluation[1],
+        *training[2:],
+        "--set",
+        'checkpoint.resume="runs/a b/7"',
+        "--evaluate",
+    ]
+    assert load(DEMO, [evaluation[-2]]).checkpoint.resume == "runs/a b/7"
 
 
 @pytest.mark.parametrize(("package", "trainer"), [("launch", "train"), ("ringflash.launch", "ringflash.train")])

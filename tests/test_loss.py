@@ -100,6 +100,19 @@ def test_head_gives_logits_without_labels():
     assert error(head(hidden[None], labels[None]), loss_sum(hidden, weight, labels, chunk=7)) == 0
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_each_token_has_its_loss_and_its_hit(chunk):
+    hidden, weight, labels = case(ignored=0.3)
+    logits = hidden.detach().double() @ weight.detach().double().t()
+    labels = torch.where((torch.arange(TOKENS) % 3 == 0) & (labels != IGNORED), logits.argmax(-1), labels)
+    head = LossHead(torch.nn.Parameter(weight.detach()), chunk)
+    losses, hits = head(hidden[None], labels[None], each=True)
+    assert error(losses[0], cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")) <= 1e-6
+    assert hits[0].tolist() == (logits.argmax(-1) == labels).tolist()
+    assert 0 < hits.sum() < TOKENS and not losses.requires_grad
+    assert error(losses.sum(), head(hidden[None], labels[None])) <= 1e-6
+
+
 def test_label_outside_the_vocabulary_raises():
     hidden, weight, labels = case()
     labels[3] = VOCAB

@@ -12,6 +12,8 @@ import pytest
 
 from train import sinks
 from train.config import load
+from train.evaluation import Result
+from train.evaluation.result import Cell, Range
 from train.metrics import METRICS, MetricsWriter, StepRecord
 from train.sinks import progress_line
 
@@ -33,6 +35,7 @@ RECORD = StepRecord(
     attention_flops=3 * 10**12,
     peak_tflops=12.0,
 )
+RESULT = Result(3, 900, 1.5, [Range(0, 127, 30, 2.0), Range(128, 255, 10, 4.0)], [Cell(512, 0.5, 4, 1.0, 0.5)])
 
 
 class FakeWandb:
@@ -63,6 +66,12 @@ class FakeWandb:
             finish=lambda exit_code: self._call("finish", exit_code),
         )
 
+    Image = str
+
+    @staticmethod
+    def Table(*, columns: list[str], data: list[list[float]]) -> dict:
+        return {"columns": columns, "data": data}
+
     def named(self, name: str) -> list:
         return [value for called, value in self.calls if called == name]
 
@@ -76,9 +85,9 @@ def wandb(monkeypatch):
     return install
 
 
-def writer(folder: Path, *overrides: str, rank: int = 0) -> MetricsWriter:
-    config = load(DEMO, [f"metrics.dir={folder}", *overrides])
-    return MetricsWriter(config, global_rank=rank, mfu_null_reason="no peak is known", facts={"world_size": 4})
+def writer(folder: Path, *overrides: str, rank: int = 0, after: int = 0) -> MetricsWriter:
+    config, facts = load(DEMO, [f"metrics.dir={folder}", *overrides]), {"world_size": 4}
+    return MetricsWriter(config, global_rank=rank, mfu_null_reason="no peak is known", facts=facts, after=after)
 
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
@@ -180,6 +189,25 @@ def test_wandb_is_offline_with_a_step_axis_of_its_own(tmp_path, wandb):
     assert fake.named("finish") == [0]
 
 
+def test_an_evaluation_goes_to_every_sink(tmp_path, wandb, capsys):
+    fake = wandb(FakeWandb())
+    with writer(tmp_path) as metrics:
+        metrics.write(replace(RECORD, step=3))
+        metrics.write_evaluation(RESULT)
+        metrics.write(replace(RECORD, step=4))
+    assert [line["kind"] for line in lines(tmp_path)] == ["header", "step", "evaluation", "step"]
+    assert lines(tmp_path)[2] == {"kind": "evaluation", **RESULT.row()}
+    said = capsys.readouterr().out.splitlines()[1]
+    assert said.startswith("step 3 evaluated  held-out loss 2.5000  pass keys 50.0%")
+    _, logged, _ = fake.named("log")
+    assert logged["eval/needle/512/0.5"] == 0.5 and logged["tokens_seen"] == 900
+    assert logged["eval/picture"] == str(tmp_path / "demo" / "evaluation" / "step-00000003.png")
+    assert logged["eval/needle/table"]["data"] == [[512, 0.5, 4, 1.0, 0.5]]
+    with writer(tmp_path, "metrics.wandb=disabled", after=3):
+        pass
+    assert [line.get("step") for line in lines(tmp_path)] == [None, 3, 3], "a resumed run keeps what it evaluated"
+
+
 @pytest.mark.parametrize("fails_in", ["init", "define_metric", "log", "finish"])
 def test_a_failing_wandb_is_told_once_and_never_ends_a_run(tmp_path, wandb, caplog, fails_in):
     wandb(FakeWandb(fails_in=fails_in))
@@ -231,8 +259,10 @@ def test_a_run_that_failed_says_so_to_wandb(tmp_path, wandb):
     assert fake.named("finish") == [1]
 
 
-def test_a_real_offline_run(tmp_path):
+def test_a_real_offline_run(tmp_path, caplog):
     with writer(tmp_path) as metrics:
         metrics.write(RECORD)
+        metrics.write_evaluation(RESULT)
+    assert "wandb failed" not in caplog.text
     [run] = (tmp_path / "demo" / "wandb").glob("offline-run-*/*.wandb")
     assert run.stat().st_size > 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from . import loop, verdict, world
 from .config import check_paths, load, resolve
+from .evaluation import standalone
 from .saver import CheckpointError
 
 GRACE_S = 5
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change section.key of the file"
     )
+    parser.add_argument("--evaluate", action="store_true", help="evaluate a checkpoint instead of training")
     arguments = parser.parse_args(argv)
     warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)  # DeepSpeed uses them
     place = world.Place.from_environment()
@@ -31,12 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = False
     try:
         config = load(arguments.config, arguments.set)
-        check_paths(config)
+        check_paths(config, trains=not arguments.evaluate)
         config = resolve(config)
         with world.start(config, place) as joined:
-            run = loop.prepare(config, joined)
-            started = True
-            loop.fit(run)
+            if arguments.evaluate:
+                standalone.evaluate(config, joined)
+            else:
+                run = loop.prepare(config, joined)
+                started = True
+                loop.fit(run)
     except Exception as error:
         refused = isinstance(error, ValueError | TypeError) and not started
         _tell(place, error, sentence=refused or isinstance(error, CheckpointError))

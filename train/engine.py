@@ -6,7 +6,8 @@ the loss is scaled so that what remains is the gradient of the mean over all val
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,16 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, the model is called as it is evaluated: no gradient, no recomputation. Then it trains on."""
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._engine.train()
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the whole parameters, on every rank. All ranks must call it."""

@@ -15,6 +15,7 @@ from . import data, flops, model, probe
 from .config import Batch, Config
 from .data import Sequence, Window, Windows
 from .engine import Engine, cutter, learning_rate
+from .evaluation import Evaluator
 from .metrics import MetricsWriter, StepRecord
 from .resume import resume
 from .saver import Progress, Saver
@@ -30,6 +31,7 @@ class Run:
 
     windows: for each step this ring's micro-batches
     saver, progress: the checkpoints, and where the run goes on from
+    evaluator: None unless [evaluation] asks for it during training
     shape: for counting FLOPs; peak_tflops: of one device, or None and the reason
     """
 
@@ -40,6 +42,7 @@ class Run:
     windows: Windows
     saver: Saver
     progress: Progress
+    evaluator: Evaluator | None
     shape: flops.ModelShape
     peak_tflops: float | None
     peak_missing: str | None
@@ -51,26 +54,35 @@ def prepare(config: Config, world: World) -> Run:
     tokenizer = data.tokenizer_of(config.data, config.model.config["vocab_size"])
     length = config.sequence.length
     sequences = data.sequences(config.data, tokenizer, length=length, seed=config.train.seed)
-    ringflash.hf.register(world.ring, name=model.ATTENTION)
-    world.ring.layout(length)
+    evaluator = None
+    if config.evaluation.every is not None:
+        data.check_apart(config.data, config.evaluation)
+        evaluator = Evaluator(config, world, tokenizer)
     shape = flops.describe(model.config_of(config.model, length))
-    if config.train.self_test:
-        probe.check_attention(config, world)
-        probe.check_gradient(config, world)
-    built = model.build(config, world.device, cutter(config, batch))
+    engine = build_engine(config, world)
     if config.train.trainable == "lora":
-        shape = shape.with_adapters(model.num_trained(built))
-    engine = Engine(built, config, batch, world)
+        shape = shape.with_adapters(model.num_trained(engine.module))
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
     saver = Saver(config, world, engine, windows)
     progress = resume(config, world, engine, windows)
-    return Run(config, world, batch, engine, windows, saver, progress, shape, peak, missing)
+    return Run(config, world, batch, engine, windows, saver, progress, evaluator, shape, peak, missing)
+
+
+def build_engine(config: Config, world: World) -> Engine:
+    """The model of a run under its engine, tested, with the weights that it begins with. Raises: as `prepare`."""
+    batch = config.batch(world.size)
+    ringflash.hf.register(world.ring, name=model.ATTENTION)
+    world.ring.layout(config.sequence.length)
+    if config.train.self_test:
+        probe.check_attention(config, world)
+        probe.check_gradient(config, world)
+    return Engine(model.build(config, world.device, cutter(config, batch)), config, batch, world)
 
 
 def fit(run: Run) -> None:
-    """Train up to train.steps, write the metrics of each step, save where [checkpoint] asks for it."""
+    """Train up to train.steps, write the metrics of each step, save and evaluate where they are due."""
     facts = {"world_size": run.world.size, "device": str(run.world.device), "torch": torch.__version__}
     first, tokens_seen = run.progress
     with MetricsWriter(
@@ -83,6 +95,9 @@ def fit(run: Run) -> None:
                 metrics.write(record)
                 if run.saver.due(step):
                     run.saver.start(Progress(step, tokens_seen))
+                if run.evaluator and run.evaluator.due(step):
+                    metrics.write_evaluation(run.evaluator(run.engine, Progress(step, tokens_seen)))
+                    run.world.gather([0.0])  # the next step is not timed while rank 0 still draws
             run.saver.wait()
         finally:
             run.saver.settle(SETTLE_S)

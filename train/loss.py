@@ -25,11 +25,19 @@ class LossHead(nn.Linear):
         self.weight = weight
         self.chunk = chunk
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """hidden: [..., E] -> logits [..., V]; with labels: [...] int64 -> the sum of their losses, see `loss_sum`."""
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, weights: Tensor | None = None, *, each: bool = False
+    ) -> Any:
+        """hidden: [..., E] -> logits [..., V]; with labels: [...] int64 -> the sum of their losses, see `loss_sum`.
+
+        each: instead of the sum what `token_scores` says of each token, [...]
+        """
         if labels is None:
             return super().forward(hidden)
         flat = hidden.reshape(-1, hidden.shape[-1])
+        if each:
+            losses, hits = token_scores(flat, self.weight, labels.reshape(-1), chunk=self.chunk)
+            return losses.view_as(labels), hits.view_as(labels)
         weights = None if weights is None else weights.reshape(-1)
         return loss_sum(flat, self.weight, labels.reshape(-1), weights, chunk=self.chunk)
 
@@ -48,6 +56,26 @@ def loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | N
     return _LossSum.apply(hidden, weight, labels, weights, chunk)
 
 
+@torch.no_grad()
+def token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and whether its label is the most likely one; arguments as of `loss_sum`.
+
+    returns fp32 [N], nats, 0 for IGNORED; bool [N], false for IGNORED
+    """
+    losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+    hits = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
+    for rows in _chunks(len(labels), chunk):
+        logits, losses[rows] = _losses(hidden[rows], weight, labels[rows])
+        hits[rows] = logits.argmax(dim=-1) == labels[rows]
+    return losses, hits
+
+
+def _losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits, losses) of the tokens of one chunk, fp32."""
+    logits = (hidden @ weight.t()).float()
+    return logits, nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+
+
 class _LossSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, chunk: int) -> Tensor:
@@ -55,8 +83,7 @@ class _LossSum(torch.autograd.Function):
         ctx.chunk = chunk
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(len(labels), chunk):
-            logits = (hidden[rows] @ weight.t()).float()
-            losses = nn.functional.cross_entropy(logits, labels[rows], ignore_index=IGNORED, reduction="none")
+            _, losses = _losses(hidden[rows], weight, labels[rows])
             total += losses.sum() if weights is None else (losses * weights[rows]).sum()
         return total
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from .config import Config
+from .evaluation import Result, draw
 from .flops import FORMULA
 from .sinks import JsonlSink, ProgressSink, Sink, WandbSink
 
@@ -176,6 +177,15 @@ class MetricsWriter:
         row = {"step": record.step} | {name: metric(record) for name, metric in METRICS.items()}
         for sink in self._sinks:
             sink.write(row)
+
+    def write_evaluation(self, result: Result) -> None:
+        """Draw an evaluation and hand it to every sink."""
+        if not self._sinks:
+            return
+        picture = self._config.run_dir / "evaluation" / f"step-{result.step:08}.png"
+        draw(result, picture, name=self._config.train.name)
+        for sink in self._sinks:
+            sink.write_evaluation(result, picture)
 
     def __exit__(self, *exception: Any) -> None:
         self._open.__exit__(*exception)

@@ -42,15 +42,16 @@ class RingModel(nn.Module):
         super().__init__()
         self.decoder: Any = decoder
 
-    def forward(self, ids: Tensor, labels: Tensor | None, layout: ringflash.Layout) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor | None, layout: ringflash.Layout, *, each: bool = False) -> Any:
         """ids, labels: int64 [B, L], this rank's part by `layout`, labels shifted before the cut.
 
         returns fp32 scalar: the sum of cross-entropies over this rank's valid labels, nats; logits [B, L, V] if labels
             is None
+        each: instead of the sum (losses, hits) of each token, [B, L], see `loss.token_scores`
         """
         position_ids = layout.position_ids.expand(len(ids), -1)
         states = self.decoder.base_model(ids, position_ids=position_ids, layout=layout, use_cache=False)
-        return self.decoder.get_output_embeddings()(states.last_hidden_state, labels)
+        return self.decoder.get_output_embeddings()(states.last_hidden_state, labels, each=each)
 
 
 def config_of(model: Model, length: int) -> Any:

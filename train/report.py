@@ -30,7 +30,8 @@ def read(folder: Path) -> Run:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} is missing: run it first")
-    header, *steps = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    header, *rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    steps = [row for row in rows if row.get("kind") != "evaluation"]
     if len(steps) < COMPARED_STEPS:
         raise ValueError(f"{path} holds {len(steps)} steps, at least {COMPARED_STEPS} are compared")
     return Run(header, steps)

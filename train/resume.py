@@ -1,9 +1,10 @@
 """Going on from a checkpoint: which one, whether it fits, what changed since. Mesh and ZeRO stage may be others.
 
-Called by `loop`.
+Called by `loop` and `evaluation`.
 """
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ FIXED = (
 """Keys that must be as they were: the weights or the optimizer's state fit no other. [model.rope] may change with the
 length of the sequences."""
 
-FREE = ("checkpoint.", "metrics.", "launch.", "slurm.", "kubernetes.")
+FREE = ("checkpoint.", "evaluation.", "metrics.", "launch.", "slurm.", "kubernetes.")
 """Keys that change nothing of what is trained."""
 
 
@@ -36,15 +37,7 @@ def resume(config: Config, world: World, engine: Engine, windows: Windows) -> Pr
 
     All ranks must call it. Raises: ValueError, the same sentence on all, for a checkpoint that does not fit the run.
     """
-    chosen: Found | str | None = None
-    if world.rank == 0:
-        try:
-            chosen = _choose(config, world)
-        except (ValueError, OSError) as error:
-            chosen = str(error)
-    chosen = together(world, chosen)[0]
-    if isinstance(chosen, str):
-        raise ValueError(chosen)
+    chosen = _from_first(world, lambda: _choose(config, world))
     if chosen is None:
         return Progress(0, 0)
     path, manifest = chosen
@@ -55,6 +48,20 @@ def resume(config: Config, world: World, engine: Engine, windows: Windows) -> Pr
     else:
         randomness.restore(random, world.device)
     return Progress(manifest.step, manifest.tokens_seen)
+
+
+def _from_first(world: World, choose: Callable[[], Found | None]) -> Found | None:
+    """What rank 0 chooses, on all ranks. Raises: ValueError, the same sentence on all, for what it raised."""
+    chosen: Found | str | None = None
+    if world.rank == 0:
+        try:
+            chosen = choose()
+        except (ValueError, OSError) as error:
+            chosen = str(error)
+    chosen = together(world, chosen)[0]
+    if isinstance(chosen, str):
+        raise ValueError(chosen)
+    return chosen
 
 
 def _choose(config: Config, world: World) -> Found | None:
@@ -94,8 +101,13 @@ def _reseeded(found: Found, config: Config, world: World) -> str:
     return f"saved by {saved}: random states are seeded anew from train.seed, step and rank"
 
 
-def _load(path: Path, world: World, engine: Engine, *, same_mesh: bool) -> dict[str, Any] | None:
-    """Fill the engine. Returns the random states of this rank on the same mesh. Raises: ValueError, on all ranks."""
+def _load(
+    path: Path, world: World, engine: Engine, *, same_mesh: bool = False, trains: bool = True
+) -> dict[str, Any] | None:
+    """Fill the engine. Returns the random states of this rank on the same mesh. Raises: ValueError, on all ranks.
+
+    trains: whether it gets the optimizer's state too
+    """
     reader, error = None, None
     try:
         reader = Reader(path)
@@ -111,7 +123,7 @@ def _load(path: Path, world: World, engine: Engine, *, same_mesh: bool) -> dict[
         values.update(reader.fill(pieces, [name] if same_mesh else [], world.control))
 
     try:
-        engine.fill(reader.kinds(), read)
+        engine.fill(reader.kinds() if trains else (), read)
     except StorageError as error:
         raise ValueError(error.reason) from None
     return values.get(name)
@@ -124,22 +136,56 @@ def _agree(world: World, error: str | None) -> None:
             raise ValueError(told)
 
 
+def load_weights(config: Config, world: World, engine: Engine) -> Progress:
+    """Load the weights of what checkpoint.resume asks for, to be evaluated. All ranks must call it.
+
+    "no": the weights that a run begins with. Returns how far the run was.
+    Raises: ValueError, the same sentence on all ranks, if there is no checkpoint or it holds another model.
+    """
+    chosen = _from_first(world, lambda: _to_evaluate(config))
+    if chosen is None:
+        return Progress(0, 0)
+    path, manifest = chosen
+    _load(path, world, engine, trains=False)
+    return Progress(manifest.step, manifest.tokens_seen)
+
+
+def _to_evaluate(config: Config) -> Found | None:
+    wanted, folder = config.checkpoint.resume, config.checkpoint_dir
+    if wanted == "no":
+        return None
+    if wanted == "auto":
+        found, torn = checkpoint.whole(folder)
+        for sentence in torn:
+            say(f"{sentence}; it is passed over")
+        if not found:
+            raise ValueError(
+                f"no whole checkpoint is in checkpoint.dir = {str(folder)!r}: --checkpoint with the folder of one is "
+                "accepted, or checkpoint.resume = 'no' for the weights that the run begins with"
+            )
+        chosen = found[-1]
+    else:
+        chosen = checkpoint.read(Path(wanted))
+    compare(chosen, config.model_dump(mode="json"), fixed=("model.", "train.trainable", "lora."))
+    return chosen
+
+
 def check_steps(found: Found, steps: int) -> None:
     """Refuse a checkpoint behind the end of the run."""
     if found.manifest.step > steps:
         raise ValueError(f"{found.path} was saved behind step {found.manifest.step}, train.steps = {steps} is less")
 
 
-def compare(found: Found, now: dict[str, Any]) -> list[str]:
+def compare(found: Found, now: dict[str, Any], fixed: tuple[str, ...] = FIXED) -> list[str]:
     """What changed in the config since a checkpoint was saved, a phrase a key, but for FREE.
 
-    now: the config of this run, as JSON
-    Raises: ValueError for one of FIXED, naming both values.
+    now: the config of this run, as JSON; fixed: beginnings of the keys that must be as they were
+    Raises: ValueError for one of those, naming both values.
     """
     before, after = _flat(found.manifest.config), _flat(now)
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
     for key in changed:
-        if key.startswith(FIXED) and not key.startswith("model.rope."):
+        if key.startswith(fixed) and not key.startswith("model.rope."):
             raise ValueError(
                 f"{found.path} was saved with {_named(key, before, after)}, this run has "
                 f"{_named(key, after, before)}: the value that was saved is accepted, or checkpoint.resume = 'no'"

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .config import Config
+from .evaluation import Result, in_json
 
 Row = Mapping[str, float | int | None]
 
@@ -22,9 +22,11 @@ WANDB_CLOSE_TIMEOUT_S = 60
 
 
 class Sink(Protocol):
-    """Something that takes one row of metrics a step and is closed once."""
+    """Something that takes one row of metrics a step, now and then an evaluation, and is closed once."""
 
     def write(self, row: Row) -> None: ...
+
+    def write_evaluation(self, result: Result, picture: Path) -> None: ...
 
     def close(self, *, failed: bool) -> None: ...
 
@@ -50,8 +52,10 @@ class JsonlSink:
                     self._line(row)
 
     def write(self, row: Row) -> None:
-        finite = {k: v if v is None or math.isfinite(v) else str(v) for k, v in row.items()}
-        self._line({"kind": "step", **finite})
+        self._line({"kind": "step", **in_json(row)})
+
+    def write_evaluation(self, result: Result, picture: Path) -> None:
+        self._line({"kind": "evaluation", **in_json(result.row())})
 
     def _line(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
@@ -62,13 +66,13 @@ class JsonlSink:
 
 
 def _steps(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file; a last line that was cut off is none."""
+    """The rows of a file, steps and evaluations; a last line that was cut off is none."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             return
-        if row["kind"] == "step":
+        if row["kind"] != "header":
             yield row
 
 
@@ -81,13 +85,16 @@ class WandbSink:
     def __init__(self, config: Config, header: Mapping[str, Any]) -> None:
         self._config = config
         self._header = header
-        self._rows: SimpleQueue[Row | None] = SimpleQueue()
+        self._rows: SimpleQueue[Row | tuple[Result, Path] | None] = SimpleQueue()
         self._failed = False
         self._thread = threading.Thread(target=self._feed, name="wandb", daemon=True)
         self._thread.start()
 
     def write(self, row: Row) -> None:
         self._rows.put(row)
+
+    def write_evaluation(self, result: Result, picture: Path) -> None:
+        self._rows.put((result, picture))
 
     def close(self, *, failed: bool) -> None:
         self._failed = failed
@@ -102,7 +109,8 @@ class WandbSink:
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
             while (row := self._rows.get()) is not None:
-                run.log({name: value for name, value in row.items() if value is not None})
+                logged = _tracked(*row) if isinstance(row, tuple) else row
+                run.log({name: value for name, value in logged.items() if value is not None})
             run.finish(exit_code=int(self._failed))
         except Exception as error:
             _warn(f"wandb failed, the run goes on without it: {type(error).__name__}: {error}")
@@ -124,6 +132,17 @@ class WandbSink:
         )
 
 
+def _tracked(result: Result, picture: Path) -> dict[str, Any]:
+    """An evaluation as wandb takes it: numbers, the picture, the grid as a table."""
+    import wandb
+
+    row: dict[str, Any] = {**result.row(), "eval/picture": wandb.Image(str(picture))}
+    if result.needle:
+        columns: list[str | int] = list(result.needle[0]._fields)
+        row["eval/needle/table"] = wandb.Table(columns=columns, data=[list(cell) for cell in result.needle])
+    return row
+
+
 class ProgressSink:
     """One line that tells how the run goes: redrawn on a terminal, printed once a step elsewhere."""
 
@@ -143,6 +162,9 @@ class ProgressSink:
         if not self._console.is_terminal:
             self._console.print(f"step {row['step']}/{self._steps}  {line}", markup=False)
 
+    def write_evaluation(self, result: Result, picture: Path) -> None:
+        self._console.print(evaluation_line(result), markup=False)
+
     def close(self, *, failed: bool) -> None:
         self._progress.stop()
 
@@ -159,6 +181,14 @@ def progress_line(row: Row) -> str:
         "step_time_s": "{:.2f} s",
     }
     return "  ".join(text.format(row[name]) for name, text in shown.items() if row[name] is not None)
+
+
+def evaluation_line(result: Result) -> str:
+    """An evaluation in one line."""
+    parts = [f"step {result.step} evaluated"]
+    parts += [] if result.loss is None else [f"held-out loss {result.loss:.4f}"]
+    parts += [] if result.accuracy is None else [f"pass keys {result.accuracy:.1%}"]
+    return "  ".join([*parts, f"{result.time_s:.2f} s"])
 
 
 def _warn(message: str) -> None:

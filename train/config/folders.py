@@ -16,9 +16,10 @@ ACCEPTED = {
 """format -> what a path must be."""
 
 
-def check_paths(config: Config) -> None:
+def check_paths(config: Config, *, trains: bool = True) -> None:
     """Refuse folders that are not there, hold nothing to read, or cannot be written.
 
+    trains: whether [data] is read; otherwise a checkpoint is evaluated
     Apart from `load`, because a login node need not have them. Raises: ConfigError.
     """
     try:
@@ -38,8 +39,11 @@ def check_paths(config: Config) -> None:
         raise ConfigError(
             f"checkpoint.resume = {resume!r} is not a folder: 'auto', 'no' or the folder of one checkpoint is accepted"
         )
-    for index, source in enumerate(config.data.all_sources):
+    for index, source in enumerate(config.data.all_sources if trains else []):
         _check_source(source, f"data.sources.{index}" if config.data.sources else "data")
+    evaluates = not trains or config.evaluation.every is not None
+    for index, source in enumerate(config.evaluation.sources if evaluates else []):
+        _check_source(source, f"evaluation.sources.{index}")
     if config.data.tokenizer != "bytes" and not Path(config.data.tokenizer).is_dir():
         raise ConfigError(
             f"data.tokenizer = {config.data.tokenizer!r} is not a folder: 'bytes' or a local folder is accepted"

@@ -5,7 +5,8 @@ what would be accepted. It looks at no file and no device, and may rely on the r
 """
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .refusal import ConfigError
@@ -271,6 +272,39 @@ def _check_checkpoint(config: "Config") -> None:
         )
 
 
+def _check_evaluation(config: "Config") -> None:
+    evaluation, needle = config.evaluation, config.evaluation.needle
+    if evaluation.every is not None and not (evaluation.sources or needle.lengths):
+        raise ConfigError(
+            f"evaluation.every = {evaluation.every} has nothing to evaluate: the tables [[evaluation.sources]] or "
+            "evaluation.needle.lengths are needed"
+        )
+    for key in ("tokens", "positions"):
+        if key in evaluation.model_fields_set and not evaluation.sources:
+            raise ConfigError(f"evaluation.{key} is given but there is no table [[evaluation.sources]]")
+    for index, source in enumerate(evaluation.sources):
+        name = f"evaluation.sources.{index}"
+        _check_source(source, name, tokenizer=config.data.tokenizer)
+        if "weight" in source.model_fields_set and evaluation.tokens is None:
+            raise ConfigError(f"{name}.weight is given but without evaluation.tokens every document is read once")
+    for name, values in (("positions", evaluation.positions or []), ("needle.lengths", needle.lengths)):
+        _check_rising(f"evaluation.{name}", values)
+    _check_rising("evaluation.needle.depths", needle.depths)
+
+
+def _check_needle(config: "Config") -> None:
+    needle = config.evaluation.needle
+    if not needle.lengths:
+        for key in ("depths", "samples", "seed"):
+            if key in needle.model_fields_set:
+                raise ConfigError(f"evaluation.needle.{key} is given but evaluation.needle.lengths is not")
+
+
+def _check_rising(name: str, values: Sequence[float]) -> None:
+    if any(left >= right for left, right in pairwise(values)):
+        raise ConfigError(f"{name} = {values}: numbers that rise are accepted")
+
+
 RULES: tuple[Callable[["Config"], None], ...] = (
     _check_launch,
     _check_slurm,
@@ -288,4 +322,6 @@ RULES: tuple[Callable[["Config"], None], ...] = (
     _check_sequence,
     _check_optimizer,
     _check_checkpoint,
+    _check_evaluation,
+    _check_needle,
 )

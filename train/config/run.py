@@ -10,6 +10,7 @@ from .rules import RULES
 from .sections import (
     Checkpoint,
     Data,
+    Evaluation,
     Kubernetes,
     Launch,
     Lora,
@@ -45,6 +46,7 @@ class Config(Section):
     lora: Lora = Lora()
     memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
     metrics: Metrics = Metrics()
     launch: Launch
     slurm: Slurm = Slurm()

@@ -208,6 +208,35 @@ class Checkpoint(Section):
     """ "auto": the newest whole checkpoint of the folder, if there is one; "no"; or the folder of one checkpoint."""
 
 
+class Needle(Section):
+    lengths: list[Count] = []
+    """Tokens of the texts in which a pass key is hidden, up to sequence.length; left out: none is hidden."""
+    depths: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] = [0.0, 0.25, 0.5, 0.75, 1.0]
+    """Where it lies: 0 = at the beginning of the text, 1 = right before the question."""
+    samples: Count = 4
+    """Texts a length and depth, each with a key of its own."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the keys."""
+
+
+class Evaluation(Section):
+    every: Count | None = None
+    """Steps from one evaluation to the next; behind the last step is one too. Left out: `ringflash eval` alone."""
+    sources: list[Source] = []
+    """Tables [[evaluation.sources]]: held-out documents, each read once, in an order that never changes."""
+    tokens: Count | None = None
+    """At most this many tokens of them; left out: all."""
+    positions: Annotated[list[Count], Field(min_length=1)] | None = None
+    """Borders of the ranges of loss by position, tokens; left out: the powers of two from 128 on."""
+    needle: Needle = Needle()
+    """The table [evaluation.needle]."""
+
+    @property
+    def borders(self) -> list[int]:
+        """`positions`, or what stands for it: up to 2^31, the longest sequence."""
+        return self.positions or [2**power for power in range(7, 31)]
+
+
 class Metrics(Section):
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """Mode of the wandb run; online needs a key."""

@@ -5,17 +5,20 @@ sequences that fall to its ring, so the order does not depend on the mesh. Cutti
 `sequences(...)` and `Windows(...)` are the way through; `Windows.state()` is what a checkpoint keeps.
 """
 
+from .heldout import HeldOut, check_apart
 from .packing import Packer, Sequence, sequences
 from .tokens import IGNORED, Tokenizer, tokenizer_of
 from .windows import Window, Windows, check_digests, window_digest
 
 __all__ = [
     "IGNORED",
+    "HeldOut",
     "Packer",
     "Sequence",
     "Tokenizer",
     "Window",
     "Windows",
+    "check_apart",
     "check_digests",
     "sequences",
     "tokenizer_of",

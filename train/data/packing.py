@@ -87,6 +87,11 @@ class Packer:
         self._consumed += 1
         return full.close(self._length, self._pad)
 
+    def rest(self) -> list[Sequence]:
+        """The sequences that are still open where the stream has ended."""
+        left, self._open = self._open, []
+        return [one.close(self._length, self._pad) for one in left]
+
     def _put(self, piece: Piece) -> Bin | None:
         """Find room for a piece; the sequence that leaves for it, if one does."""
         if len(piece.ids) == self._length:
