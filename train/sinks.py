@@ -17,7 +17,7 @@ from .config import Config
 
 Row = Mapping[str, float | int | None]
 
-WANDB_CLOSE_TIMEOUT_S = 60
+WANDB_CLOSE_TIMEOUT_S = 30
 """How long the end of a run waits for wandb."""
 
 
