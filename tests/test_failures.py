@@ -83,11 +83,10 @@ def test_a_step_that_is_not_finite_is_named_and_touches_nothing(pool, texts, tmp
 
 def test_R99_a_hang_names_rank_hop_and_peer(pool, texts, tmp_path):
     config = config_of(texts, tmp_path, steps=6)
-    for said, limit_s in pool(2)(failing.hang, config):
-        assert limit_s == config.train.timeout_s, "at the end, outside of a step"
+    for said in pool(2)(failing.hang, config):
         assert len(said) == 1
         assert said[0].startswith(
-            f"step 5 does not end, 1.5 s after its begin: rank 1 on {HOST} waits for no other, in forward of step 5; "
+            f"step 5 does not end, 3 s after its begin: rank 1 on {HOST} waits for no other, in forward of step 5; "
             "rank 0 waits in forward of step 5 (ring, keys and values for hop 1: "
         )
         assert said[0].endswith("rank 1)")
@@ -174,14 +173,18 @@ class Launched:
         command += [part for override in overrides for part in ("--set", override)]
         self.folder, self.log = folder / "runs" / "run", folder / "log"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=self.log.open("w")
-        )
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=log)
 
-    def until(self, step: int) -> None:
-        """Wait for a step behind this one."""
+    def file(self) -> int:
+        """Which file the metrics are: another after each start."""
+        path = self.folder / "metrics.jsonl"
+        return path.stat().st_ino if path.exists() else 0
+
+    def until(self, step: int, *, after: int) -> None:
+        """Wait for a step behind this one, of a start after that with this file of metrics."""
         deadline = time.monotonic() + 120
-        while self.steps()[-1:] <= [step]:
+        while self.file() in (0, after) or self.steps()[-1:] <= [step]:
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.1)
 
@@ -220,33 +223,26 @@ def test_a_signal_saves_and_a_death_goes_on_from_what_is_saved(texts, tmp_path):
     (tmp_path / "run.toml").write_text(CONFIG.format(texts=texts, runs=tmp_path / "runs"))
     overrides = ["train.steps=100000", "train.self_test=false", "checkpoint.every=50000", "launch.max_restarts=1"]
     run = Launched(tmp_path, *overrides)
-    run.until(2)
+    run.until(2, after=0)
     os.kill(run.worker(1), signal.SIGTERM)
     code, said = run.ended(60)
     [first] = run.saved()
     assert (code, first) == (75, run.steps()[-1])
     path = run.folder / "checkpoints" / f"step-{first:08}"
-    assert (
-        said
-        == f"ringflash: stopped by SIGTERM: step {first} is saved in {path}; started again, the run goes on from there"
-    )
+    again = "started again, the run goes on from there"
+    assert said == f"ringflash: stopped by SIGTERM: step {first} is saved in {path}; {again}"
     verdicts = verdict.read_all(run.folder / "verdict" / "node0")
     assert [verdicts[rank].code for rank in range(2)] == [75, 75]
 
+    file = run.file()
     run = Launched(tmp_path, *overrides)
-    run.until(first + 1)
-    os.kill(killed := run.worker(1), signal.SIGKILL)
-    while Path(f"/proc/{killed}").exists():
-        time.sleep(0.05)
-    before = len(run.steps())
-    started = time.monotonic()
-    while "resumes" not in run.log.read_text().partition("exitcode: -9")[2]:
-        assert run.process.poll() is None and time.monotonic() - started < 60, run.log.read_text()
-        time.sleep(0.1)
-    run.until(first + 1)
+    run.until(first + 1, after=file)
+    file = run.file()
+    os.kill(run.worker(1), signal.SIGKILL)
+    run.until(first + 1, after=file)
     run.process.send_signal(signal.SIGUSR1)
     code, said = run.ended(60)
     last = run.saved()[-1]
-    assert code == 75 and "stopped by SIGUSR1" in said and before
+    assert code == 75 and said.startswith(f"ringflash: stopped by SIGUSR1: step {last} is saved")
     assert run.steps() == list(range(1, last + 1)), "each step once, whoever did it"
-    assert len(re.findall("resumes .*step-", run.log.read_text())) == 2
+    assert len(re.findall("resumes .*step-", run.log.read_text())) == 2, "torchrun started all ranks again, once"

@@ -13,13 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from types import FrameType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from ringflash import exchange
+from ringflash import agreement, exchange
 
 from .config import Config
 from .world import World
@@ -126,8 +127,9 @@ class Watch:
 
     def _pass_on(self, word: int) -> None:
         preceding = (self._world.rank - 1) % self._world.size
-        with contextlib.suppress(RuntimeError):  # it is gone itself
-            dist.send(torch.tensor(word), dst=preceding, group=self._world.lifeline)
+        with contextlib.suppress(RuntimeError):  # it is gone itself, or heard of another before
+            sent: Any = dist.isend(torch.tensor(word), dst=preceding, group=self._world.lifeline)
+            sent.wait(timedelta(seconds=GRACE_S))
 
     def _keep_time(self) -> None:
         """Body of the thread that sees a hang."""
@@ -208,7 +210,9 @@ def waits_for(without: set[int | None]) -> str | None:
 
 
 def _message(frame: FrameType) -> str | None:
-    """The message that this frame of `ringflash.exchange` waits for, on the host or on a CUDA stream."""
+    """The message that this frame of `ringflash` waits for, on the host or on a CUDA stream."""
+    if frame.f_code is agreement.agree.__code__:
+        return "ring, for all its ranks to call attention"
     if frame.f_code is exchange.Batch.wait.__code__ and not frame.f_locals["self"].on_stream:
         return f"ring, {frame.f_locals.get('name')}"
     if frame.f_code is exchange.Watcher._run.__code__:
