@@ -260,7 +260,7 @@ def test_every_variable_with_a_key_is_set_by_it():
     assert set(VARIABLE_KEYS) <= set(chosen) and set(VARIABLE_KEYS.values()) == {
         "interface", "ib_hca", "ib_timeout", "ib_retries", "nccl_debug",
     }  # fmt: skip
-    bare = settings(load(REPO / "configs" / "llama3_8b_128k.toml"))
+    bare = settings(load(REPO / "configs" / "demo.toml"))  # it saves nothing
     assert bare == {"OMP_NUM_THREADS": "1"}
 
 
