@@ -40,7 +40,7 @@ class Place:
     local_rank: int
     local_size: int
     verdict_dir: str | None
-    under_torchrun: bool
+    under_torchrun: bool = False
 
     @classmethod
     def from_environment(cls) -> "Place":
