@@ -6,9 +6,11 @@
     python benchmarks/attention.py --verdict FILE       # the table of bars; exit code 1 if a floor is missed
 
 All contenders of a cell run once a round, A B C A B C, so that they meet the same clocks; only ratios within a cell
-mean anything. A time is what a user waits for on the GPU: `ringflash.attention`, or `torch.autograd.grad` for the
-backward, between CUDA events, with the L2 flushed before. TFLOP/s count visible pairs, and 2.5 forwards for a backward,
-whatever a kernel multiplies. A cell whose rows are in the output is skipped: run again to go on. bf16, normal inputs.
+mean anything. A time is all that the GPU does in `ringflash.attention`, or in `torch.autograd.grad` for the backward:
+a CUDA graph of the call, between CUDA events, with the L2 flushed before; the call itself where `replayed` is false.
+What it takes the host stands beside it as `host_us`, and is hidden wherever the host runs ahead. TFLOP/s count visible
+pairs, and 2.5 forwards for a backward, whatever a kernel multiplies. A cell whose rows are in the output is skipped.
+bf16, normal inputs.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -94,7 +97,42 @@ class Stopwatch:
         import torch
 
         self.cuda = torch.cuda
+        self.stream = torch.cuda.Stream()
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
+
+    def captured(self, run: Callable[[], object]) -> Callable[[], object] | None:
+        """What a call does on the GPU, to be replayed without the host; None for what launches where no graph sees it.
+
+        The call's forward must be of `stream`.
+        """
+        for _ in range(2):
+            run()
+        self.synchronize()
+        graph = self.cuda.CUDAGraph()
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "The CUDA Graph is empty")
+                with self.cuda.graph(graph, stream=self.stream):
+                    run()
+        except (RuntimeError, UserWarning) as error:
+            print(f"not captured: {error}", file=sys.stderr, flush=True)
+            return None
+
+        def replay(kept: object = run) -> None:  # whose tensors the graph reads
+            graph.replay()
+
+        return replay
+
+    def host_us(self, run: Callable[[], object]) -> float:
+        """Median time until a call returns, while the GPU has nothing to do."""
+        times = []
+        for _ in range(9):
+            self.synchronize()
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+        self.synchronize()
+        return 1e6 * median(times)
 
     def ms(self, run: Callable[[], object], calls: int) -> float:
         event = self.cuda.Event
@@ -107,6 +145,10 @@ class Stopwatch:
             end.record()
         self.synchronize()
         return median(start.elapsed_time(end) for start, end in pairs)
+
+    def on_stream(self):
+        """A backward runs on its forward's stream, and capturing needs one of its own."""
+        return self.cuda.stream(self.stream)
 
     def synchronize(self) -> None:
         self.cuda.synchronize()
@@ -145,6 +187,8 @@ class Measuring:
         self.expected: torch.Tensor | None = None
         self.errors: dict[Contender, str] = {}
         self.runs: dict[Contender, Callable[[], object]] = {}
+        self.host_us: dict[Contender, float] = {}
+        self.replayed: dict[Contender, bool] = {}
         self.differences: dict[Contender, float | None] = {}
         self.times: dict[Contender, list[float]] = {}
 
@@ -160,13 +204,20 @@ class Measuring:
                 raise LostGPUError from error
 
     def prepare(self) -> None:
-        """Compile and run each contender once, and compare what it computes with the first one's."""
+        """Compile and run each contender, compare what it computes with the first one's, and capture what it launches.
+
+        Timed are replays: a call of a library takes the host longer than short kernels take, see `host_us`.
+        """
         import contenders
 
         def one(contender: Contender) -> None:
-            prepared = contenders.prepare(self.cell.case, contender, self.tensors)
-            self.differences[contender] = self._difference(prepared.comparable(prepared.run()))
-            self.runs[contender] = prepared.run
+            with self.watch.on_stream():
+                prepared = contenders.prepare(self.cell.case, contender, self.tensors)
+                self.differences[contender] = self._difference(prepared.comparable(prepared.run()))
+                self.host_us[contender] = self.watch.host_us(prepared.run)
+                replay = self.watch.captured(prepared.run)
+            self.replayed[contender] = replay is not None
+            self.runs[contender] = replay or prepared.run
 
         for contender in self.cell.contenders:
             self._guarded(contender, lambda contender=contender: one(contender))
@@ -212,6 +263,7 @@ class Measuring:
             row |= {name: round(rate, 2) for name, rate in rates.items()} | {"ms": round(median(times), 4)}
             row["to_cudnn"] = round(median(peer) / median(times), 4) if peer and contender.form != "causal" else None
             difference = self.differences[contender]
+            row |= {"host_us": round(self.host_us[contender]), "replayed": self.replayed[contender]}
             row["difference"] = None if difference is None else float(f"{difference:.2g}")
             found.append(row | {"rounds": len(times)})
         return found

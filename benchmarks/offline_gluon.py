@@ -51,14 +51,13 @@ class Case(NamedTuple):
 
 
 ENDS = ((True, True), (True, False), (False, False), (False, True))
-STAYING = "attend_in_turns"
 TYPES = (torch.bfloat16, torch.float16)
 CASES = [
     *(Case("attend", width, dtype, *ends) for width in (64, 96, 128, 192, 256) for dtype in TYPES for ends in ENDS),
-    *(Case(STAYING, width, dtype, *ends) for width in (96, 128) for dtype in TYPES for ends in ENDS),
+    *(Case("attend_in_turns", width, dtype, *ends) for width in (64, 96, 128) for dtype in TYPES for ends in ENDS),
     *(
         Case(kernel, width, dtype)
-        for kernel in ("keys", "queries", "all_gradients")
+        for kernel in ("keys", "queries", "all_gradients", "all_gradients_in_turns")
         for width in (64, 96, 128)
         for dtype in TYPES
     ),
@@ -141,16 +140,18 @@ def _call(case: Case) -> None:
     q, dout = (torch.empty(1, length, 4, case.width, dtype=case.dtype) for _ in "12")
     k, v = (torch.empty(1, length, 2, case.width, dtype=case.dtype) for _ in "12")
     lse = torch.empty(1, 4, length)
+    steps = 1 << 30 if case.kernel.endswith("in_turns") else 0
+    launch.IN_TURNS = {name: (form, steps) for name, (form, _) in launch.IN_TURNS.items()}
+    launch.num_sms = lambda device: 1
     segments = np.array([[0, length]])
     view = View(*intervals(length, length, causal=True), segments, segments)
     if case.kernel.startswith("attend"):
         state = State(None if case.first and case.last else torch.empty(q.shape), q, lse)
         engine = launch_fp8 if case.kernel == "attend_fp8" else launch
-        launch.stays = lambda work, num_jobs: case.kernel == STAYING
         engine.forward(q, k, v, view, state, scale=0.1, first=case.first, last=case.last)
     elif case.kernel == "keys":
         launch.key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)
-    elif case.kernel == "all_gradients":
+    elif case.kernel.startswith("all_gradients"):
         grads = (torch.empty(q.shape), torch.empty_like(k), torch.empty_like(v))
         launch.all_gradients(dout, q, k, v, lse, lse, view, *grads, scale=0.1)
     else:

@@ -8,7 +8,7 @@ import torch
 
 from . import arguments, ops
 from .kernels import KERNELS
-from .kernels.choice import Choice, choose
+from .kernels.choice import Choice, choose, num_pieces
 from .layout import Layout
 from .layouts.striped import stripe
 from .mask import Plan, plan_one_device
@@ -44,7 +44,8 @@ def attention(
     return_lse: also return lse [B, H, L], fp32, natural log of the softmax denominator; differentiable
     kernel: one of ringflash.KERNELS; "auto" is eager on CPUs, and on GPUs gluon where it can run and passes its
         start-up check, else triton; `explain` tells which and why
-    deterministic: gradients are bitwise equal in repeated calls; a kernel that cannot raises
+    deterministic: gradients are bitwise equal in repeated calls; a kernel that cannot raises. So is it where
+        torch.use_deterministic_algorithms is on
     returns out [B, L, H, D] in the input's type, or (out, lse)
 
     Numerics: state and gradients are fp32 from the first hop to the last and rounded once; a query that sees no key has
@@ -55,9 +56,7 @@ def attention(
     """
     q, k, v = _checked(q, k, v, layout)
     mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
-    for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}={flag!r} is {type(flag).__name__}; it must be True or False")
+    return_lse = arguments.flag_of("return_lse", return_lse)
     out, lse = ops.attention(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)),
         None if layout is None else layout.segments,
@@ -67,7 +66,7 @@ def attention(
         ops.NO_WINDOW if mask.window is None else mask.window,
         arguments.scale_of(q, scale),
         _known(kernel),
-        deterministic,
+        _deterministic(deterministic),
         *_ranks(layout),
     )
     return (out, lse) if return_lse else out
@@ -80,7 +79,8 @@ def _checked(
     arguments.check_shapes(q, k, v)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # explain takes meta tensors
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(dtype) if x.is_floating_point() else x for x in (q, k, v))
+        # fp64 stays fp64, as under torch's own autocast, and is refused below
+        q, k, v = (x.to(dtype) if x.dtype in arguments.DTYPES else x for x in (q, k, v))
     arguments.check_tensors(q, k, v)
     if layout is not None:
         if not isinstance(layout, Layout):
@@ -94,6 +94,11 @@ def _known(name: str) -> str:
     if not isinstance(name, str) or name not in ("auto", *KERNELS):
         raise ValueError(f"kernel={name!r} is unknown; it must be auto or one of {', '.join(KERNELS)}")
     return name
+
+
+def _deterministic(flag: bool) -> bool:
+    """Asked for here, or of all of torch."""
+    return arguments.flag_of("deterministic", flag) or torch.are_deterministic_algorithms_enabled()
 
 
 def _ranks(layout: Layout | None) -> tuple[str, int, float]:
@@ -154,7 +159,7 @@ def explain(
     """
     q, k, v = _checked(q, k, v, layout)
     mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
-    choice = choose(_known(kernel), q, k, deterministic, 1 if layout is None else layout.ring.ring_size)
+    choice = choose(_known(kernel), q, k, _deterministic(deterministic), 1 if layout is None else layout.ring.ring_size)
     if layout is None:
         lo, hi = mask.intervals(q.shape[1], k.shape[1])
         pairs = int((hi.astype("int64") - lo).clip(0).sum())
@@ -192,8 +197,7 @@ def _explain_ring(
 
 def _pieces(kernel: str, plan: Plan) -> list[str]:
     """What a kernel that computes hops in pieces makes of each; ValueError, as in `attention`, for too many."""
-    few = getattr(KERNELS[kernel], "few", None)
-    counts = [len(few(view)) for view in plan.views if view] if few else []
+    counts = num_pieces(kernel, plan)
     if max(counts, default=1) < 2:
         return []
     return [f"kernel {kernel} cuts this rank's hops into {counts} pieces and joins them; kernel='triton' needs no cut"]

@@ -80,6 +80,13 @@ def causal_of(causal: bool | None, intervals) -> bool:
     return causal
 
 
+def flag_of(name: str, flag: bool) -> bool:
+    """True or False, and nothing that counts as one of them."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name}={flag!r} is {type(flag).__name__}; it must be True or False")
+    return flag
+
+
 def window_of(window: int | None) -> int | None:
     """A window is None or a whole number of keys, at least 1."""
     if window is None:
@@ -116,7 +123,7 @@ def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int)
             raise TypeError(f"cu_seqlens={cu_seqlens!r} must be an int32 tensor or a list of ints")
         if any(abs(x) > MAX_TOKENS for x in cu_seqlens):
             raise ValueError(f"cu_seqlens holds {max(cu_seqlens, key=abs)}; positions must lie in [0, {seq_len}]")
-        values = torch.tensor(cu_seqlens, dtype=torch.int32)
+        values = torch.tensor(cu_seqlens, dtype=torch.int32, device="cpu")  # whatever torch's default device is
     if values.dim() != 1 or len(values) < 2:
         raise ValueError(f"cu_seqlens has shape {list(values.shape)}; it must be [number of documents + 1]")
     if not torch.compiler.is_compiling():

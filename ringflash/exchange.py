@@ -79,10 +79,7 @@ class Processes:
             raise RuntimeError(f"ringflash: rank {rank}, {', '.join(names)}: cannot start ({error})") from error
         if len(works) != len(ops):  # NCCL makes one work of a batch
             names = [", ".join(names)] * len(works)
-        batch = Batch(works, names, self.members[self.rank], self.timeout_s, ops[0].tensor.is_cuda)
-        if batch.on_stream:
-            watcher().watch(batch)
-        return batch
+        return begun(works, names, self.members[self.rank], self.timeout_s, ops[0].tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +113,14 @@ class Batch:
     def unfinished(self) -> str | None:
         """The first message still under way; None when all have arrived. Never waits."""
         return next((n for w, n in zip(self.works, self.names, strict=True) if not w.is_completed()), None)
+
+
+def begun(works: list[Any], names: list[str], rank: int, timeout_s: float, tensor: torch.Tensor) -> Batch:
+    """The batch of works that torch.distributed has started, its time kept. tensor: one that they write or read."""
+    batch = Batch(works, names, rank, timeout_s, tensor.is_cuda)
+    if batch.on_stream:
+        watcher().watch(batch)
+    return batch
 
 
 class Watcher:

@@ -9,7 +9,6 @@ Letters: S global sequence, L local sequence, P ring size, U Ulysses size, n = P
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import mask
+from . import exchange, mask
 
 if TYPE_CHECKING:
     from .group import Ring
@@ -113,15 +112,8 @@ def _plain(x: torch.Tensor, device: torch.device) -> torch.Tensor:
         return x.to(device, copy=True)
 
 
-def _wait(work: dist.Work, ring: Ring, name: str) -> None:
-    if ring.device.type == "cuda":
-        work.wait()  # the stream waits, not the host; the group's own timeout holds
-        return
-    try:
-        work.wait(timedelta(seconds=ring.timeout_s))
-    except RuntimeError as error:
-        message = f"ringflash: rank {ring.rank}, {name}: a rank did not come within timeout_s={ring.timeout_s:g}"
-        raise RuntimeError(f"{message} ({error})") from error
+def _wait(work: dist.Work, ring: Ring, name: str, result: torch.Tensor) -> None:
+    exchange.begun([work], [name], ring.rank, ring.timeout_s, result).wait()
 
 
 class _Unshard(torch.autograd.Function):
@@ -136,7 +128,7 @@ class _Unshard(torch.autograd.Function):
             return _Unshard.forward(ctx, x_local.byte(), layout, dim).bool()
         ranks = mine.new_empty(layout.seq_len, *mine.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        _wait(gather(ranks, mine, group=ring.group, async_op=True), ring, "unshard")
+        _wait(gather(ranks, mine, group=ring.group, async_op=True), ring, "unshard", ranks)
         return ranks.index_select(0, torch.argsort(layout.order).to(ranks.device)).movedim(0, dim)
 
     @staticmethod
@@ -148,5 +140,6 @@ class _Unshard(torch.autograd.Function):
             return ranks.movedim(0, dim), None, None
         mine = ranks.new_empty(layout.local_len, *ranks.shape[1:], dtype=torch.float32)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
-        _wait(scatter(mine, ranks.float().contiguous(), group=ring.group, async_op=True), ring, "backward of unshard")
+        work = scatter(mine, ranks.float().contiguous(), group=ring.group, async_op=True)
+        _wait(work, ring, "backward of unshard", mine)
         return mine.to(dx.dtype).movedim(0, dim), None, None

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from . import agreement, arguments, mask, ring, ulysses
 from .exchange import Processes, Transport
 from .kernels import KERNELS, Kernel
-from .kernels.choice import choose
+from .kernels.choice import choose, num_pieces
 from .layout import segments_of
 
 NO_WINDOW = 0
@@ -96,11 +96,12 @@ class _Call:
         """The way back, for tensors with query heads."""
         return ulysses.gather_heads(x, self.heads) if self.heads else x
 
-    def scatter_rows(self, x: Tensor) -> Tensor:
-        """`scatter` for one number a query: [B, H, L] -> [B, H / U, U * L]."""
+    def scatter_rows(self, *rows: Tensor) -> list[Tensor]:
+        """`scatter` for one number a query, in one message: [B, H, L] each -> [B, H / U, U * L]."""
         if not self.heads:
-            return x
-        return self.scatter([x.transpose(1, 2)[..., None]])[0][..., 0].transpose(1, 2).contiguous()
+            return list(rows)
+        there = self.scatter([x.transpose(1, 2)[..., None] for x in rows])
+        return [x[..., 0].transpose(1, 2).contiguous() for x in there]
 
     def gather_rows(self, x: Tensor) -> Tensor:
         """`gather` for one number a query."""
@@ -108,15 +109,24 @@ class _Call:
             return x
         return self.gather(x.transpose(1, 2)[..., None])[..., 0].transpose(1, 2).contiguous()
 
+    def refusal(self) -> str:
+        """Why the kernel does not take this rank's part of the mask; "" if it does."""
+        try:
+            num_pieces(self.name, self.plan)
+        except ValueError as error:
+            return f"kernel={self.name!r}: {error}"
+        return ""
+
     @property
     def shares_heads(self) -> bool:
         """Several Ulysses ranks work on one key/value head, whose gradients are summed on arrival."""
         return self.heads is not None and self.groups < self.heads.size
 
     def gather_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`gather` for fp32 gradients of keys or values, rounded once: before the way, or after a sum on arrival."""
+        """`gather` for gradients of keys or values, rounded once: before the way, or after a sum on arrival."""
         if not self.heads:
-            shares = x.untyped_storage().nbytes() > x.nbytes  # dk and dv in one buffer, which an op may not return
+            # dk and dv in one buffer, which an op may not return; without elements nobody can tell
+            shares = x.untyped_storage().nbytes() > x.nbytes or not x.numel()
             return x.to(dtype, copy=shares)
         return ulysses.gather_kv_heads(x if self.shares_heads else x.to(dtype), self.groups, self.heads).to(dtype)
 
@@ -154,9 +164,14 @@ def attention(
     """
     where = (group, ulysses, timeout_s)
     call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, *where, deterministic=deterministic)
+    refusal = call.refusal()
     if call.pg is not None:
         flags = (causal, window, scale, call.name, deterministic, ulysses)
-        agreement.agree(call.pg, describe(q, k, (segments, cu_seqlens, bounds), flags), timeout_s)
+        text = describe(q, k, (segments, cu_seqlens, bounds), flags)
+        # ranks differ in what they see, so one may refuse alone: all must hear of it before anything is sent
+        agreement.agree(call.pg, f"{text}, refused by {refusal}" if refusal else text, timeout_s)
+    if refusal:
+        raise ValueError(refusal)
     with _no_autocast(q):
         q_heads, k_heads, v_heads = call.scatter([q, k, v])
         out, lse = ring.forward(q_heads, k_heads, v_heads, call.plan, call.ring, call.kernel, scale=scale)
@@ -184,7 +199,7 @@ def attention_backward(
     with _no_autocast(q):
         delta = call.kernel.delta(out, dout, dlse)
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
-        lse, delta = call.scatter_rows(lse), call.scatter_rows(delta)
+        lse, delta = call.scatter_rows(lse, delta)
         dq, dk, dv = ring.backward(
             dout_heads, q_heads, k_heads, v_heads, lse, delta, call.plan, call.ring, call.kernel,
             scale=scale, deterministic=deterministic, rounded=not call.shares_heads,

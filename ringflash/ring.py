@@ -66,7 +66,8 @@ def backward(
     if hops in ((), (0,)):
         dtype = k.dtype if rounded else torch.float32
         dk, dv = (torch.empty(k.shape, dtype=dtype, device=k.device) for _ in range(2))
-        dq = torch.zeros_like(q) if q.dtype == torch.float32 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        fill = torch.zeros if q.dtype == torch.float32 else torch.empty
+        dq = fill(q.shape, dtype=q.dtype, device=q.device)  # contiguous, whatever q is: the op promises it
         if plan.last < 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
         assert plan.views[0] is not None

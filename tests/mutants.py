@@ -162,6 +162,21 @@ FAULTS = [
         "elif deterministic:", "elif False:",
         "tests/test_kernel_gluon.py::test_gradients_that_must_repeat_are_summed_in_one_order",
     ),
+    Fault(
+        "deterministic algorithms of torch ignored", "ringflash/api.py",
+        " or torch.are_deterministic_algorithms_enabled()", "",
+        "tests/test_choice.py::test_deterministic_algorithms_of_torch_reach_the_kernel",
+    ),
+    Fault(
+        "a rank refuses a mask alone", "ringflash/ops.py",
+        "refusal = call.refusal()", 'refusal = ""',
+        "tests/test_world.py::test_a_mask_that_one_rank_s_kernel_refuses_is_refused_on_every_rank",
+    ),
+    Fault(
+        "another memory order than the compiler was told", "ringflash/ring.py",
+        "dq = fill(q.shape, dtype=q.dtype, device=q.device)", "dq = fill(q.mT.shape, dtype=q.dtype).mT",
+        "tests/test_op.py::test_opcheck[causal]",
+    ),
     # found while the tests were written
     Fault(
         "fp32 products cast under autocast", "ringflash/ops.py",
@@ -180,7 +195,7 @@ FAULTS = [
     ),
     Fault(
         "a call that was refused counts as agreed", "ringflash/agreement.py",
-        "    agreed.turns += 1\n", "    agreed.turns += 1\n    agreed.texts.add(text)\n",
+        "    agreed.turns += 1\n", "    agreed.turns += 1\n    agreed.texts[text] = None\n",
         "tests/test_world.py::test_ranks_called_with_different_arguments_all_raise_and_name_the_odd_one",
     ),
     Fault(

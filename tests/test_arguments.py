@@ -41,6 +41,7 @@ def call(change=None, **given):
         ({"kernel": None}, ValueError, "kernel=None is unknown"),
         ({"return_lse": 1}, TypeError, "return_lse=1 is int; it must be True or False"),
         ({"deterministic": None}, TypeError, "deterministic=None is NoneType"),
+        ({"deterministic": "no"}, TypeError, "deterministic='no' is str; it must be True or False"),
         ({"cu_seqlens": [0, 5, 4]}, ValueError, "cu_seqlens[2]=4 is below cu_seqlens[1]=5; it must never fall"),
         ({"cu_seqlens": [1, 4, 8]}, ValueError, "cu_seqlens[0]=1 must be 0"),
         ({"cu_seqlens": [0, 4, 8, -1, -1]}, ValueError, "cu_seqlens[3]=-1 is below cu_seqlens[2]=8"),
@@ -76,6 +77,9 @@ def call(change=None, **given):
 def test_R45_R48_a_bad_mask_or_flag_is_refused(given, kind, words):
     with pytest.raises(kind, match=re.escape(words)):
         call(**given)
+    if not given.keys() & {"scale", "return_lse"}:
+        with pytest.raises(kind, match=re.escape(words)):
+            ringflash.explain(*inputs(8)[:3], **given)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +143,19 @@ def test_R45_filler_at_the_end_empty_documents_and_lists_mean_the_same(given):
     assert torch.equal(
         ringflash.attention(q, k, v, cu_seqlens=given), ringflash.attention(q, k, v, cu_seqlens=[0, 3, 8])
     )
+
+
+def test_a_default_device_of_torch_changes_nothing():
+    q, k, v, *_ = inputs(8)
+
+    def results() -> list[torch.Tensor]:
+        layout = Ring().layout(8, cu_seqlens=[0, 3, 8])
+        masks = ({"cu_seqlens": [0, 3, 8]}, {"layout": layout})
+        return [layout.position_ids, *(ringflash.attention(q, k, v, **given) for given in masks)]
+
+    want = results()
+    with torch.device("meta"):  # as models are made on
+        assert all(torch.equal(a, b) for a, b in zip(results(), want, strict=True))
 
 
 def test_intervals_are_not_causal_unless_told():

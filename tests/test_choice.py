@@ -6,6 +6,7 @@ import logging
 
 import played
 import pytest
+import test_hf
 import torch
 
 import ringflash
@@ -61,6 +62,14 @@ def test_a_kernel_that_does_not_compile_is_passed_over(order, caplog):
     assert told.kernel == "sdpa" and told.reason.endswith("RuntimeError: PassManager::run failed")
 
 
+def test_the_check_compares_in_fp32_also_under_autocast(order):
+    seen = []
+    order.setitem(choice.CHECKS, "gluon", lambda *call: seen.append(torch.is_autocast_enabled("cpu")))
+    with torch.autocast("cpu", torch.bfloat16):
+        ringflash.attention(*tensors())
+    assert seen == [False]
+
+
 def test_a_refusal_is_told(order):
     order.setattr(gluon, "refuses", lambda *call: "it wants another card")
     assert ringflash.explain(*tensors()).reason == "auto; it wants another card"
@@ -106,20 +115,48 @@ def test_every_name_of_the_order_is_a_kernel():
     assert set(choice.CHECKS) <= set(KERNELS)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
-def test_deterministic_reaches_the_kernel(monkeypatch, deterministic, size):
-    told = []
-    backward = eager.backward
+@pytest.fixture
+def told(monkeypatch) -> list[bool]:
+    """Whether each backward of a kernel was to be deterministic."""
+    told, backward = [], eager.backward
 
     def recorded(*call, **how):
         told.append(how["deterministic"])
         backward(*call, **how)
 
     monkeypatch.setattr(eager, "backward", recorded)
+    return told
+
+
+@pytest.fixture
+def deterministic_torch():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_deterministic_reaches_the_kernel(told, deterministic, size):
     if size == 1:
         q, k, v = (x.requires_grad_() for x in tensors())
         ringflash.attention(q, k, v, kernel="eager", deterministic=deterministic).sum().backward()
     else:
         played.attention(*tensors(), tensors()[0], size=size, deterministic=deterministic)
     assert told and set(told) == {deterministic}
+
+
+def test_deterministic_algorithms_of_torch_reach_the_kernel(deterministic_torch, told):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    ringflash.attention(q, k, v).sum().backward()
+    model = test_hf.on_ring("llama", ringflash.Ring(), num_hidden_layers=1)
+    model(test_hf.sample()[0]).logits.sum().backward()
+    assert told == [True, True]
+
+
+def test_a_kernel_that_cannot_repeat_is_refused_where_torch_is_deterministic(order, deterministic_torch):
+    order.setattr(gluon, "refuses", lambda q, k, deterministic, num_hops: "it cannot repeat" if deterministic else None)
+    assert ringflash.explain(*tensors()).kernel == "sdpa"
+    for function in (ringflash.attention, ringflash.explain):
+        with pytest.raises(ValueError, match="kernel='gluon': it cannot repeat"):
+            function(*tensors(), kernel="gluon")

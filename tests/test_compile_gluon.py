@@ -24,14 +24,16 @@ from ringflash.mask import View, intervals
 # (kernel, head dimension) -> bytes spilled at most, of all roles of the kernel together; 0 elsewhere
 SPILLS = {
     ("attend", 64): 136, ("all_gradients", 64): 232, ("all_gradients", 96): 184, ("all_gradients", 128): 184,
+    ("all_gradients_in_turns", 64): 204, ("all_gradients_in_turns", 128): 252,
 }  # fmt: skip
 ENDS = ((True, True), (False, False))  # one hop is all there is; a hop between others
 # A case takes seconds: width 96 is 128 with a mask, and the types differ in one instruction, so once each will do.
 # `python benchmarks/offline_gluon.py` compiles everything.
 CASES = [
     *(Case("attend", width, torch.bfloat16, *ends) for width in (64, 128, 256) for ends in ENDS),
-    *(Case(offline_gluon.STAYING, 128, torch.bfloat16, *ends) for ends in ENDS),
+    *(Case("attend_in_turns", width, torch.bfloat16, width == 128, width == 128) for width in (64, 128)),
     *(Case(kernel, width) for kernel in ("keys", "queries", "all_gradients") for width in (64, 128)),
+    *(Case("all_gradients_in_turns", width) for width in (64, 128)),
     Case("attend", 96, torch.float16),
     Case("all_gradients", 96, torch.float16),
 ]

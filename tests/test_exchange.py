@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,15 @@ def test_the_watcher_is_silent_about_messages_in_time(monkeypatch):
     work.done = True
     time.sleep(0.5)
     assert not told
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_the_watcher_keeps_the_time_of_what_a_cuda_stream_carries(monkeypatch, is_cuda):
+    watched: list[exchange.Batch] = []
+    monkeypatch.setattr(exchange, "watcher", lambda: SimpleNamespace(watch=watched.append))
+    one = exchange.begun([Work(done=False)], ["unshard"], 6, 0.2, SimpleNamespace(is_cuda=is_cuda))
+    assert watched == ([one] if is_cuda else [])
+    assert one.failure(one.unfinished()) == "ringflash: rank 6, unshard: not done within timeout_s=0.2"
 
 
 def test_a_failing_rank_ends_the_play_with_its_own_error():

@@ -6,7 +6,9 @@ and delta only through `out` (cudnn) or `dlse` (fa4). The libraries themselves: 
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+import warnings
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import played
@@ -71,7 +73,7 @@ def kernel(request, monkeypatch) -> str:
     monkeypatch.setattr(cudnn, "_cudnn_backward", dense_cudnn_backward)
     monkeypatch.setattr(fa4, "_flash_forward", dense_flash)
     monkeypatch.setattr(fa4, "_flash_backward", dense_flash_backward)
-    monkeypatch.setattr(KERNELS[request.param], "refuses", lambda *call: None)
+    monkeypatch.setattr(ringflash.KERNELS[request.param], "refuses", lambda *call: None)
     return request.param
 
 
@@ -90,7 +92,7 @@ def compare(kernel: str, tensors, dtype: torch.dtype, *, size: int = 1, layout: 
     assert all(value <= TOLERANCE[dtype] for value in errors.values()), errors
 
 
-@pytest.mark.parametrize("layout, size", [("contiguous", 1), *((layout, 3) for layout in ringflash.LAYOUTS)])
+@pytest.mark.parametrize("layout, size", [("contiguous", 1), ("zigzag", 3)])  # test_kernel_sdpa.py has every layout
 @pytest.mark.parametrize("name", MASKS)
 def test_every_ring_equals_the_reference(kernel, name, layout, size, monkeypatch):
     monkeypatch.setattr(pieces, "MOST", 1000)
@@ -160,10 +162,12 @@ def test_more_than_64_pieces_are_refused_before_anything_is_computed(kernel):
     ringflash.attention(q, k, v, cu_seqlens=borders[:-1], kernel=kernel)
 
 
-def test_the_pieces_of_a_view_are_cut_once():
-    lo, hi = ringflash.mask.intervals(64, 64, causal=True, window=16)
-    view = ringflash.mask.plan_one_device(64, lo, hi).views[0]
-    assert pieces.few(view) is pieces.few(view) and len(pieces.few(view)) == 7
+@pytest.mark.parametrize("kernel", ["sdpa", *KERNELS], indirect=True)
+def test_the_pieces_of_a_view_are_cut_once(kernel, monkeypatch):
+    cut, plain = [], pieces.cut
+    monkeypatch.setattr(pieces, "cut", lambda view: cut.append(view) or plain(view))
+    played.attention(*inputs(64, 64)[:4], kernel=kernel, window=16, size=2)
+    assert len(cut) == len({id(view) for view in cut}) == 3  # rank 0 sees hop 0, rank 1 both
 
 
 @pytest.mark.parametrize("name", ["thirty keys ahead", "any"])
@@ -244,6 +248,22 @@ def test_what_they_cannot_do_is_refused(kernel, changed, words, monkeypatch):
     )
     reason = KERNELS[kernel].refuses(q, q, call["deterministic"], 4)
     assert reason is None if words is None else words in reason
+
+
+def test_the_package_of_fa4_is_silenced_and_nobody_else(monkeypatch):
+    package = ModuleType("flash_attn.cute.interface")
+    exec("import warnings\ndef _flash_attn_fwd(*call, **how): return warnings.warn('deprecated'), None", vars(package))
+    for name, module in (("", ModuleType("flash_attn")), (".cute", SimpleNamespace(interface=package))):
+        monkeypatch.setitem(sys.modules, f"flash_attn{name}", module)
+    fa4._interface.cache_clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        fa4._interface()
+        for _ in range(3):
+            warnings.warn("of somebody else", stacklevel=1)
+            fa4._flash_forward(None, None, None, causal=True, scale=1.0)
+    fa4._interface.cache_clear()
+    assert [str(warning.message) for warning in seen] == ["of somebody else"], "shown once a place"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

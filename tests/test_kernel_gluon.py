@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from ringflash.kernels import gluon, triton
-from ringflash.kernels.gluon import launch, turns
+from ringflash.kernels.gluon import jobs, launch, turns
 from ringflash.mask import View, intervals
 
 WHOLE = np.array([[0, 200]])
@@ -81,9 +81,9 @@ def test_steps_without_a_mask_end_at_the_first_short_key_tile():
     lo, hi = intervals(1200, 1200, causal=True)
     view = View(lo, hi, np.array([[0, 1200]]), np.array([[0, 300], [300, 900]]))  # key tiles of 128 128 44 128 ... 4
     tiles = view.tiles(128, 128)
-    jobs = launch.jobs_by_query(tiles, 128)
-    assert jobs.dtype == np.int32 and jobs.shape == (10, 8) and (np.diff(jobs[:, 6] - jobs[:, 3]) <= 0).all()
-    for row, _, _, v0, f0, f1, v1, _ in jobs:
+    made = jobs.jobs_by_query(view, tiles, 128)
+    assert made.dtype == np.int32 and made.shape == (10, 8) and (np.diff(made[:, 6] - made[:, 3]) <= 0).all()
+    for row, _, _, v0, f0, f1, v1, _ in made:
         assert v0 <= f0 <= f1 <= v1 and f1 == min(2, (row + 1) // 128) and (tiles.k_tiles[f0:f1, 2] == 128).all()
 
 
@@ -91,8 +91,8 @@ def test_a_short_key_tile_masks_all_its_steps():
     lo, hi = intervals(1200, 1200, causal=True)
     view = View(lo, hi, np.array([[0, 1200]]), np.array([[0, 300], [300, 900]]))
     tiles = view.tiles(64, 128)
-    jobs = launch.jobs_by_key(tiles, 128)
-    for _, _, count, v0, f0, f1, v1, shift in jobs:
+    made = jobs.jobs_by_key(tiles, 128)
+    for _, _, count, v0, f0, f1, v1, shift in made:
         assert v0 <= f0 <= f1 <= v1 and (f0 == f1 == v1 or count == 128) and 0 <= shift <= max(f1 - f0 - 1, 0)
 
 
@@ -102,16 +102,16 @@ def of_documents(length: int, mean: int) -> np.ndarray:
     borders = np.array([0, *ends[ends < length], length], np.int32)
     whole = np.array([[0, length]])
     view = View(*intervals(length, length, causal=True, cu_seqlens=borders), whole, whole)
-    return launch.jobs_by_query(view.tiles(128, 128), 128)
+    return jobs.jobs_by_query(view, view.tiles(128, 128), 128)
 
 
 @pytest.mark.parametrize(("batch", "heads", "section"), [(1, 16, 2), (2, 3, 3), (1, 1, 1), (1, 4, 4)])
 @pytest.mark.parametrize("num_programs", [132, 7])
 def test_every_job_of_every_head_is_done_once(batch, heads, section, num_programs):
-    jobs = of_documents(8000, 1200)
-    lines = turns.turns(jobs, batch, heads, section, num_programs)
-    done = sorted(map(tuple, lines[:, [1, 7, 0, 2, 3, 4, 5, 6]]))
-    want = [(b, h, *job) for b in range(batch) for h in range(heads) for job in jobs[:, [0, 2, 3, 4, 5, 6]].tolist()]
+    made = of_documents(8000, 1200)
+    lines = turns.turns(made, batch, heads, section, num_programs)
+    done = sorted(map(tuple, lines))
+    want = [(*job, b, h) for b in range(batch) for h in range(heads) for job in made.tolist()]
     assert done == sorted(want) and lines.dtype == np.int32 and lines.flags.c_contiguous
 
 
@@ -127,23 +127,61 @@ def test_programs_that_stay_end_together(heads):
 def test_programs_that_run_side_by_side_read_the_same_keys():
     """In one order of length over all heads, hardly two programs at a time would share a document."""
     lines = turns.turns(of_documents(65536, 1200), 1, 16, 2, 132)
-    heads = lines[: len(lines) * 3 // 4 // 132 * 132, 7].reshape(-1, 132)
+    heads = lines[: len(lines) * 3 // 4 // 132 * 132, 9].reshape(-1, 132)
     assert (heads.max(1) - heads.min(1)).max() <= 1
 
 
+@pytest.mark.parametrize("kernel", ["forward", "fused"])
 @pytest.mark.parametrize(
     ("width", "masks", "heads", "stays"),
     [
         (128, {"window": 1024}, 16, True),
-        (64, {"window": 1024}, 16, False),  # not faster
+        (64, {"window": 1024}, 16, True),
         (256, {"window": 1024}, 16, False),  # no room for more queries
         (128, {}, 16, False),  # long enough
         (128, {"window": 1024}, 2, False),  # too few
     ],
 )
-def test_programs_stay_where_jobs_are_short_and_many(monkeypatch, width, masks, heads, stays):
-    monkeypatch.setattr(launch, "SHORT_STEPS", 24)
+def test_programs_stay_where_jobs_are_short_and_many(kernel, width, masks, heads, stays):
     whole = np.array([[0, 8192]])
     view = View(*intervals(8192, 8192, causal=True, **masks), whole, whole)
-    work = launch.Work.of("forward", torch.empty(1, 8192, heads, width, dtype=torch.bfloat16), view)
-    assert launch.stays(work, work.num_tiles * heads) == stays
+    work = launch.stays(kernel, torch.empty(1, 8192, heads, width, dtype=torch.bfloat16), view, heads)
+    assert (work is not None) == stays
+
+
+@pytest.mark.parametrize("block_q", [192, 128])
+@pytest.mark.parametrize("masks", [{"causal": True}, {"causal": False, "window": 300}, {"cu_seqlens": True}], ids=str)
+def test_consumers_pass_over_steps_that_show_them_nothing_and_no_others(block_q, masks):
+    """Steps are looked at one by one; those that no row of 64 sees are passed over where they come first."""
+    length = 2400
+    if "cu_seqlens" in masks:  # with padding, and a document shorter than a tile
+        masks = {"causal": True, "cu_seqlens": np.array([0, 900, 950, 950, 2300], np.int32)}
+    lo, hi = intervals(length, length, **masks)
+    view = View(lo, hi, np.array([[0, 1000], [1000, 1400]]), np.array([[0, 1700], [1700, 700]]))
+    tiles = view.tiles(block_q, 128, aligned=True)
+    passed = 0
+    for row, _, packed, v0, f0, f1, v1, _ in jobs.jobs_by_query(view, tiles, 128, block_q // 64):
+        right = [
+            *range(v1 - 1, f1 - 1, -1),
+            *range(v0, f0),
+            *range(f0, f1),
+        ]  # in the order of steps, see `walk.tile_at`
+        count = packed & (2**jobs.COUNT_BITS - 1)
+        for c in range(block_q // 64):
+            rows = slice(row + 64 * c, row + min(64 * c + 64, count))
+            seen = [
+                bool(((lo[rows] < start + size) & (hi[rows] > start) & (lo[rows] < hi[rows])).any())
+                for _, start, size in tiles.k_tiles[right]
+            ]
+            steps = packed >> (jobs.COUNT_BITS + jobs.PASSED_BITS * c) & (2**jobs.PASSED_BITS - 1)
+            assert not any(seen[:steps])
+            assert steps == len(seen) or seen[steps] or steps >= v1 - f1 or not any(seen)
+            passed += steps
+    assert passed > 0 or block_q == 128  # where the diagonal goes from corner to corner of its tiles
+
+
+def test_more_steps_than_the_bits_hold_are_not_all_passed_over():
+    whole = np.array([[0, 40000]])
+    view = View(*intervals(40000, 40000, causal=True), whole, whole)
+    last = jobs.jobs_by_query(view, view.tiles(192, 128), 128, 3)[0]
+    assert last[2] == 64 + (127 << 16) + (127 << 23) and last[6] - last[3] == 313

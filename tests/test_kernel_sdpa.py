@@ -155,12 +155,12 @@ def test_every_mask_equals_the_reference(name):
     check(got(*tensors, **masks), want(*tensors, **masks))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("layout", ringflash.LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
-def test_every_ring_equals_the_reference(name, layout, size):
+def test_every_ring_equals_the_reference(name, layout):
+    """Of 3 ranks: a first, a middle and a last hop."""
     tensors, masks = inputs(), masks_of(name)
-    results = played.attention(*tensors[:4], dlse=tensors[4], kernel="sdpa", layout=layout, size=size, **masks)
+    results = played.attention(*tensors[:4], dlse=tensors[4], kernel="sdpa", layout=layout, size=3, **masks)
     check(results, want(*tensors, **masks))
 
 

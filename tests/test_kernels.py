@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -274,25 +276,49 @@ def test_nothing_in_the_padding_reaches_the_rows_before_it(monkeypatch, name, va
     assert all(torch.equal(poisoned[result], zero[result]) for result in NAMES)
 
 
-def test_eager_never_holds_a_matrix_of_all_scores(monkeypatch):
+class Made(NamedTuple):
+    """A tensor that an operation made or wrote, without holding it."""
+
+    operation: str
+    dtype: torch.dtype
+    shape: torch.Size
+    address: int
+
+
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Writes down what is computed inside; views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Made] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.made.append(Made(func.overloadpacket.__name__, result.dtype, result.shape, result.data_ptr()))
+        return result
+
+
+def test_eager_never_holds_a_matrix_of_all_scores_nor_copies_of_fp32_gradients():
     """The largest tensor that the kernel makes for 2048 x 2048 tokens is far below 2048 x 2048."""
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                largest = max(largest, result.numel())
-            return result
-
     q, k, v, dout, dlse = inputs(2048, heads=1, groups=1)
     view = part_of(*mask.intervals(2048, 2048, causal=True), slice(0, 2048))
     out, lse = torch.empty_like(q), torch.empty(1, 1, 2048)
-    with Watch():
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    with Watch() as before:
         eager.forward(q, k, v, view, State(None, out, lse), scale=0.25, first=True, last=True)
         delta = eager.delta(out, dout, dlse)
-        eager.backward(
-            dout, q, k, v, lse, delta, view, *(torch.zeros_like(x) for x in (q, k, v)), scale=0.25, deterministic=True
-        )
-    assert largest <= eager.BLOCK_Q * eager.SLAB < 2048 * 2048 / 8
+    with Watch() as backward:
+        eager.backward(dout, q, k, v, lse, delta, view, *grads, scale=0.25, deterministic=True)
+    assert max(x.shape.numel() for x in before.made + backward.made) <= eager.BLOCK_Q * eager.SLAB < 2048 * 2048 / 8
+    assert {x.address for x in backward.made if x.shape == k.shape} <= {x.data_ptr() for x in grads}
+
+
+def test_delta_is_no_matrix_product_and_copies_few_rows_at_once(monkeypatch):
+    """A matrix product of fp32 is one of TF32 where the user allows it."""
+    monkeypatch.setattr(eager, "DELTA_ROWS", 16)
+    q, *_ = inputs(SIZE, dtype=torch.bfloat16)
+    with Watch() as watch:
+        eager.delta(q, q, None)
+    assert not {x.operation for x in watch.made} & {"bmm", "mm", "matmul", "baddbmm", "addmm", "mv", "dot"}
+    assert max(x.shape.numel() for x in watch.made if x.dtype == torch.float32) <= q[:, :16].numel()

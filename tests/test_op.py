@@ -18,11 +18,12 @@ from ringflash.kernels import eager
 
 def bytes_sent(ulysses: int, groups: int, name: str, dtype: torch.dtype) -> None:
     """What explain announces is what the transport carries."""
-    sent = {"forward": 0, "backward": 0}
+    sent, heads = {"forward": 0, "backward": 0}, {"forward": 0, "backward": 0}
     phase, plain = ["forward"], exchange.Processes.post
 
     def counted(self, sends, receives, what):
         sent[phase[0]] += sum(x.numel() * x.element_size() for x in sends.values())
+        heads[phase[0]] += what.startswith("heads")
         return plain(self, sends, receives, what)
 
     exchange.Processes.post = counted
@@ -39,6 +40,8 @@ def bytes_sent(ulysses: int, groups: int, name: str, dtype: torch.dtype) -> None
         exchange.Processes.post = plain
     assert sent == {"forward": told.forward_bytes, "backward": told.backward_bytes}
     assert (told.kernel, told.sends) == ("eager", max(0, len(told.hops) - 1))
+    # out: q, k, v with dout, then lse and delta in one; back: out and lse, then dq, dk, dv
+    assert heads == ({"forward": 3, "backward": 5} if ulysses > 1 else {"forward": 0, "backward": 0})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -114,6 +117,13 @@ def test_R13_under_autocast_inputs_are_cast_and_gradients_come_back_in_their_own
     assert torch.equal(out, want_out) and torch.equal(lse, want_lse), "the kernel's own products were cast too"
     for leaf, half in zip(leaves, halves, strict=True):
         assert leaf.grad.dtype == leaf.dtype and torch.equal(leaf.grad, half.grad.to(leaf.dtype))
+
+
+def test_fp64_is_refused_under_autocast_too():
+    tensors = [x.double() for x in inputs(8)[:3]]
+    for function in (ringflash.attention, ringflash.explain):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"q is torch\.float64, k is"):
+            function(*tensors)
 
 
 def test_without_autocast_mixed_types_are_refused():
@@ -205,9 +215,15 @@ def test_one_compilation_serves_every_batch_of_documents_over_a_ring(pool, layou
     pool(4)(compiled_on_ranks, layout)
 
 
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    """The same values, [B, H, L, D] underneath, as models hand them over."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 @pytest.mark.parametrize("name", ["causal", "documents_window", "random", "nothing"])
 def test_opcheck(name):
     q, k, v, dout, dlse = inputs(32)
+    q, k, v = (heads_first(x) for x in (q, k, v))
     given = MASKS[name](32)
     window = given.pop("window", ops.NO_WINDOW)
     layout = Ring().layout(32, **given)
@@ -246,6 +262,17 @@ def test_a_gradient_of_an_infinite_lse_reaches_nothing(kernel):
     dlse = dlse.masked_fill(lse == -torch.inf, torch.nan)
     grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     assert all(grad.isfinite().all() for grad in grads) and not grads[0][:, :3].any() and grads[0][:, 3:].any()
+
+
+def test_compiled_gradients_of_tensors_in_another_memory_order_are_those_without_a_compiler():
+    *tensors, dout, _ = inputs(24)  # fp32: the kernel adds to dq itself, which must be as the compiler was told
+
+    def block(q, k, v):
+        return ringflash.attention(*(heads_first(x) for x in (q, k, v)))
+
+    leaves = [x.requires_grad_() for x in tensors]
+    plain, fast = (torch.autograd.grad(run(*leaves), leaves, dout) for run in (block, torch.compile(block)))
+    assert all(torch.equal(a, b) for a, b in zip(plain, fast, strict=True))
 
 
 def test_one_device_compiles_with_documents_and_intervals():

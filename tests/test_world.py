@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from worlds import equals_reference, groups_equal_reference, on_ring, small_pieces, told
 
 import ringflash
-from ringflash import LAYOUTS, Ring, agreement, exchange
+from ringflash import KERNELS, LAYOUTS, Ring, agreement, exchange
+from ringflash.kernels import pieces, sdpa
 
 # --- over processes, against the reference
 
@@ -67,6 +69,16 @@ def seven_of_eight() -> None:
 
 def test_R42_seven_tokens_on_two_ranks_are_seven(pool):
     pool(2)(seven_of_eight)
+
+
+def empty_batch() -> None:
+    """torch refuses an op results that share memory, and gradients of keys and values travel in one buffer."""
+    results = on_ring(Ring(), inputs(8, batch=0), {})
+    assert {name: x.shape[0] for name, x in results.items()} == dict.fromkeys(NAMES, 0)
+
+
+def test_an_empty_batch_over_a_ring(pool):
+    pool(2)(empty_batch)
 
 
 def many_steps(steps: int) -> None:
@@ -161,6 +173,31 @@ def test_ranks_called_with_different_arguments_all_raise_and_name_the_odd_one(po
     name, value = next(iter(change.items()))
     if name in ("window", "scale", "deterministic", "kernel"):
         assert f"{name}={value}" in messages[0]
+
+
+def one_rank_has_many_pieces() -> str:
+    """A kernel of few pieces, and short documents on the last rank alone; then a mask that all ranks compute."""
+    KERNELS["few"] = SimpleNamespace(**vars(sdpa) | {"few": pieces.few})
+    most, pieces.MOST = pieces.MOST, 4
+    try:
+        ring = Ring(dist.new_group([0, 1, 2]), layout="contiguous", timeout_s=20)
+        layout = ring.layout(48, cu_seqlens=[0, *range(32, 49, 2)])
+        q, k, v = (layout.shard(x) for x in inputs(48)[:3])
+        began = time.perf_counter()
+        message = told(ValueError, ringflash.attention, q, k, v, layout=layout, kernel="few")
+        assert time.perf_counter() - began < 10
+        tensors, given = inputs(48), {"cu_seqlens": [0, 32, 40, 48]}
+        check(on_ring(ring, tensors, given, kernel="few"), want(*tensors, **given))
+    finally:
+        pieces.MOST = most
+        del KERNELS["few"]
+    return message
+
+
+def test_a_mask_that_one_rank_s_kernel_refuses_is_refused_on_every_rank(pool):
+    for message in pool(3)(one_rank_has_many_pieces):
+        assert "rank(s) [2] with [attention(" in message and "kernel=few" in message
+        assert "this mask cuts a hop into 8 full rectangles and causal squares, and more than 4 are" in message
 
 
 def rings_made_differently(name: str, values: list) -> str:
@@ -313,4 +350,5 @@ def late_to_unshard() -> str:
 def test_unshard_ends_by_the_timeout_of_the_ring(pool):
     outcomes = pool(3).outcomes(late_to_unshard)
     pool(3).close()
-    assert all("unshard" in text and "timeout_s=2" in text for text in (outcomes[0], outcomes[2]))
+    for rank in (0, 2):
+        assert f"rank {rank}, unshard: not done within timeout_s=2" in outcomes[rank]

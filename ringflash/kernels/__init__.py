@@ -30,7 +30,10 @@ class State(NamedTuple):
 
 
 class Kernel(Protocol):
-    """What every kernel module offers. The innermost stride of q, k, v, dout is 1, the others are free."""
+    """What every kernel module offers. The innermost stride of q, k, v, dout is 1, the others are free.
+
+    One that does not take every mask also has `few`, see `pieces.few`: it is asked before anything is sent.
+    """
 
     def refuses(self, q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:
         """Why this kernel cannot do such a call, as a sentence that says what would do; None if it can."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..mask import Plan
 from . import KERNELS
 from .gluon.check import fault
 
@@ -43,6 +44,15 @@ def choose(name: str, q: torch.Tensor, k: torch.Tensor, deterministic: bool, num
     raise ValueError(f"kernel='auto': no kernel can do this call: {'; '.join(reasons)}")
 
 
+def num_pieces(name: str, plan: Plan) -> list[int]:
+    """Into how many pieces a kernel cuts each hop that this rank computes; [] for one that takes any mask whole.
+
+    ValueError for a hop of more pieces than it takes.
+    """
+    few = getattr(KERNELS[name], "few", None)
+    return [len(few(view)) for view in plan.views if view] if few else []
+
+
 def _fault(name: str, q: torch.Tensor, deterministic: bool) -> str | None:
     return _checked(name, q.device, q.dtype, q.shape[3], deterministic) if name in CHECKS else None
 
@@ -50,7 +60,8 @@ def _fault(name: str, q: torch.Tensor, deterministic: bool) -> str | None:
 @functools.cache
 def _checked(name: str, device: torch.device, dtype: torch.dtype, width: int, deterministic: bool) -> str | None:
     """What the start-up check of a kernel found, asked once and logged."""
-    found = CHECKS[name](device, dtype, width, deterministic)
+    with torch.autocast(device.type, enabled=False):  # what it compares with is computed in fp32
+        found = CHECKS[name](device, dtype, width, deterministic)
     what = f"kernel {name} for {str(dtype).removeprefix('torch.')}, head dimension {width}, on {device}"
     if found:
         told = f"{what} failed its start-up check: {found}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..mask import View
-from . import pieces, sdpa
+from . import eager, pieces, sdpa
 from .pieces import few
 from .scaling import positive
 
@@ -32,7 +32,7 @@ UNIT_BYTES = 16  # starts and strides of what cuDNN reads
 
 
 def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:
-    """See `kernels.Kernel.refuses`. Any number of hops; what depends on the mask is refused by `forward`."""
+    """See `kernels.Kernel.refuses`. Any number of hops; what depends on the mask is refused by `few`."""
     if q.device.type != "cuda" or torch.version.hip is not None or not torch.backends.cudnn.is_available():
         return f"kernel 'cudnn' needs an NVIDIA GPU and cuDNN, q is on {q.device}; see kernel='triton' and 'eager'"
     capability = torch.cuda.get_device_capability(q.device)
@@ -65,7 +65,7 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
         raise ValueError(
             "kernel 'cudnn' has no gradient of lse, and one came; detach lse, or use kernel='triton' or 'gluon'"
         )
-    return pieces.delta(out, dout, None)
+    return eager.delta(out, dout, None)
 
 
 def backward(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BLOCK_Q = 256
 BLOCK_K = 256
+DELTA_ROWS = 8192  # of an fp32 copy in `delta`
 SLAB = 1024  # keys multiplied at once: the largest score matrix is BLOCK_Q x SLAB a head
 
 
@@ -97,12 +98,12 @@ def forward(
 
 
 def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
-    """See `kernels.Kernel.delta`. In runs of rows, so that no fp32 copy of out exists."""
-    pieces = [
-        torch.einsum("blhd,blhd->bhl", rows_out.float(), rows_dout.float())
-        for rows_out, rows_dout in zip(out.split(SLAB, 1), dout.split(SLAB, 1), strict=True)
-    ]
-    total = torch.cat(pieces, -1)
+    """See `kernels.Kernel.delta`. In runs of rows, so that no fp32 copy of all of out exists.
+
+    Of products and a sum: a matrix product would be one of TF32 where the user allows it.
+    """
+    runs = zip(out.split(DELTA_ROWS, 1), dout.split(DELTA_ROWS, 1), strict=True)
+    total = torch.cat([(b_out.float() * b_dout).sum(-1).transpose(1, 2) for b_out, b_dout in runs], -1)
     return total if dlse is None else total - dlse.float()
 
 
@@ -112,7 +113,9 @@ def backward(
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     groups = k.shape[2]
-    dk_total, dv_total = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (dk, dv))
+    dk_total, dv_total = (
+        x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)
+    )
     dq_total = dq if dq.dtype == torch.float32 else torch.zeros_like(dq, dtype=torch.float32)
     for rows, slabs in _slabs(view, q.device):
         if not slabs:
@@ -136,7 +139,6 @@ def backward(
             b_dq += dscores @ b_k
             dk_total[:, keys] += (dscores.flatten(2, 3).mT @ b_q.flatten(2, 3)).transpose(1, 2)
         dq_total[:, rows] += b_dq.permute(0, 3, 1, 2, 4).flatten(2, 3)
-    dk.copy_(dk_total)
-    dv.copy_(dv_total)
-    if dq_total is not dq:
-        dq.copy_(dq_total)
+    for x, total in ((dq, dq_total), (dk, dk_total), (dv, dv_total)):
+        if total is not x:
+            x.copy_(total)

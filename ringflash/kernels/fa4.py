@@ -19,7 +19,8 @@ import torch
 
 from ..mask import View
 from . import pieces
-from .pieces import delta, few
+from .eager import delta
+from .pieces import few
 from .scaling import positive
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ TYPES = (torch.bfloat16, torch.float16)
 
 
 def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:
-    """See `kernels.Kernel.refuses`. Any number of hops; what depends on the mask is refused by `forward`."""
+    """See `kernels.Kernel.refuses`. Any number of hops; what depends on the mask is refused by `few`."""
     if q.device.type != "cuda" or torch.version.hip is not None:
         return f"kernel 'fa4' needs an NVIDIA GPU of compute capability 9.0, q is on {q.device}; see kernel='triton'"
     capability = torch.cuda.get_device_capability(q.device)
@@ -96,11 +97,16 @@ def differentiate(
     return dq * sign if sign < 1 else dq, dk, dv
 
 
+@functools.cache
 def _interface() -> ModuleType:
-    """The package's module of functions; ImportError where it is missing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the package and its compiler about each other
-        from flash_attn.cute import interface
+    """The package's module of functions; ImportError where it is missing.
+
+    It and its compiler warn about each other, when it is imported and while it compiles. A filter for good, because one
+    around each call would make Python forget which of the other warnings it has shown.
+    """
+    warnings.filterwarnings("ignore", module=r"(flash_attn|cutlass|quack)\b")
+    from flash_attn.cute import interface
+
     return interface
 
 
@@ -108,9 +114,7 @@ def _flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q: [B, n, H, D]; k, v: [B, m, G, D]; scale > 0; returns out in q's type, lse [B, H, n] fp32, natural log."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # while it compiles
-        return _interface()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)[:2]
+    return _interface()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)[:2]
 
 
 def _flash_backward(
@@ -118,9 +122,7 @@ def _flash_backward(
     causal: bool, scale: float, deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv in q's type, as if the output were 0. lse, dlse: [B, H, n] fp32; the rest as in `_flash_forward`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # while it compiles
-        return _interface()._flash_attn_bwd(
-            q, k, v, torch.zeros_like(dout), dout, lse,
-            softmax_scale=scale, causal=causal, deterministic=deterministic, dlse=dlse,
-        )  # fmt: skip
+    return _interface()._flash_attn_bwd(
+        q, k, v, torch.zeros_like(dout), dout, lse,
+        softmax_scale=scale, causal=causal, deterministic=deterministic, dlse=dlse,
+    )  # fmt: skip

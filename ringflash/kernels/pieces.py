@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from . import State
 
 MOST = 64  # pieces of a hop, each a few launches of its own, that a kernel of other libraries is worth
-ROWS = 8192  # of an fp32 copy in `delta`
 EMPTY, JUMP = -2, -1  # in `_runs`: a row that sees nothing; a step that is neither 0 nor 1
 
 # (q [B, n, H, D], k, v [B, m, G, D], causal=, scale=) -> out [B, n, H, D] in any type, lse [B, H, n] fp32, natural log
@@ -101,9 +100,14 @@ def cut(view: View) -> Iterator[Piece]:
                 yield Piece(below, slice(right, end + count - 1), causal=True)
 
 
+def pieces(view: View) -> tuple[Piece, ...]:
+    """`cut`, once a view."""
+    return view.memo("pieces", lambda: tuple(cut(view)))
+
+
 def few(view: View) -> tuple[Piece, ...]:
     """The pieces of a view; ValueError, before anything is computed, where they are more than MOST."""
-    parts = view.memo("pieces", lambda: tuple(cut(view)))
+    parts = pieces(view)
     if len(parts) > MOST:
         raise ValueError(
             f"this mask cuts a hop into {len(parts)} full rectangles and causal squares, and more than {MOST} are "
@@ -170,13 +174,6 @@ def backward(
     for grad, total in ((dq, added), (dk, totals[0]), (dv, totals[1])):
         if total is not grad:
             grad.copy_(total)
-
-
-def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
-    """See `kernels.Kernel.delta`. In runs of rows, so that no fp32 copy of all of out exists."""
-    runs = zip(out.split(ROWS, 1), dout.split(ROWS, 1), strict=True)
-    total = torch.cat([(b_out.float() * b_dout).sum(-1).transpose(1, 2) for b_out, b_dout in runs], -1)
-    return total if dlse is None else total - dlse
 
 
 def _cover(spans: list[slice], length: int) -> np.ndarray:

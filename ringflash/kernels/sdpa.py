@@ -44,7 +44,7 @@ def forward(
     scale: float, first: bool, last: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.forward`."""
-    pieces.forward(attend, q, k, v, list(pieces.cut(view)), state, scale=scale, first=first, last=last)
+    pieces.forward(attend, q, k, v, pieces.pieces(view), state, scale=scale, first=first, last=last)
 
 
 def backward(
@@ -52,7 +52,7 @@ def backward(
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
-    parts = list(pieces.cut(view))
+    parts = pieces.pieces(view)
     pieces.backward(differentiate, dout, q, k, v, lse, delta, parts, dq, dk, dv, scale=scale)
 
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from . import jobs as jobs_table
 from .walk import (
     LN2,
     LOG2E,
@@ -44,6 +45,7 @@ SLACK = gl.constexpr(8.0)  # log2: 2^8 is far from 65504, where fp16 ends
 # 2 on for each partition.
 K_FREE = gl.constexpr(8)
 V_FREE = gl.constexpr(12)
+COUNT_BITS, PASSED_BITS = gl.constexpr(jobs_table.COUNT_BITS), gl.constexpr(jobs_table.PASSED_BITS)
 
 
 @gluon.jit
@@ -248,23 +250,35 @@ def _start(
 
 
 @gluon.jit
+def _pass_over(shared, past, num_steps, STAGES: gl.constexpr, NC: gl.constexpr):
+    """Give back the buffers of steps in which this consumer's rows see nothing."""
+    _, _, _, _, k_full, v_full = shared
+    for s in range(past, past + num_steps):
+        wait_full(k_full, s, STAGES)
+        _arrive(K_FREE + s % STAGES, NC)
+        wait_full(v_full, s, STAGES)
+        _arrive(V_FREE + s % STAGES, NC)
+
+
+@gluon.jit
 def _walk(
-    shared, walk, past, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles,
+    shared, walk, past, passed, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles,
     BK: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
-    """(acc, maximum, sum) after all key tiles, of which there is one at least."""
+    """(acc, maximum, sum) after all key tiles but the first `passed`; one at least is left."""
     _, k_s, v_s, _, k_full, v_full = shared
     v0, f0, f1, v1, _ = walk
     num_steps = v1 - v0
     num_masked = num_steps - (f1 - f0)
-    b_s = issue_scores(b_q, k_s, k_full, past, BK, STAGES, SL)
+    first = past + passed
+    b_s = issue_scores(b_q, k_s, k_full, first, BK, STAGES, SL)
     b_s = warpgroup_mma_wait(0, deps=[b_s])
-    _arrive(K_FREE + past % STAGES, NC)
-    b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, tile_at(0, v0, f0, f1, v1))
+    _arrive(K_FREE + first % STAGES, NC)
+    b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, tile_at(passed, v0, f0, f1, v1))
     b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale_log2)
     b_pairs = _pairs(b_pf, v_s.dtype)
-    wait_full(v_full, past, STAGES)
-    for j in range(1, num_steps):
+    wait_full(v_full, first, STAGES)
+    for j in range(passed + 1, num_steps):
         b_pairs, b_acc, b_max, b_sum, b_shrink = _step(
             shared, b_q, b_pairs, b_acc, b_max, b_sum, b_shrink, b_lo, b_hi, scale_log2, k_tiles,
             tile_at(j, v0, f0, f1, v1), j < num_masked, past + j, BK, STAGES, SL, OL, NC)  # fmt: skip
@@ -288,6 +302,8 @@ def consume(
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     q_s, _, _, q_full, _, _ = shared
     v0, _, _, v1, _ = walk
+    passed = (count >> (COUNT_BITS + PASSED_BITS * C)) & (2**PASSED_BITS - 1)
+    count = count & (2**COUNT_BITS - 1)
     o_q = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SL))
     b_lo = gl.load(p_lo + o_q, mask=o_q < count, other=0)
     b_hi = gl.load(p_hi + o_q, mask=o_q < count, other=0)
@@ -295,9 +311,26 @@ def consume(
     query, past = behind
     b_q = matrix(q_s.index(query + C))
     mbarrier.wait(q_full.index(query + C), phase)
-    if v1 > v0:
+    _pass_over(shared, past, passed, STAGES, NC)
+    if v1 - v0 > passed:
         b_acc, b_max, b_sum = _walk(
-            shared, walk, past, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles, BK, STAGES, SL, OL, NC
+            shared,
+            walk,
+            past,
+            passed,
+            b_q,
+            b_acc,
+            b_max,
+            b_sum,
+            b_lo,
+            b_hi,
+            scale_log2,
+            k_tiles,
+            BK,
+            STAGES,
+            SL,
+            OL,
+            NC,
         )
     b_inverse = store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
     b_acc = b_acc * gl.convert_layout(b_inverse, gl.SliceLayout(1, OL))[:, None]

@@ -32,7 +32,7 @@ from .keys_kernel import (
     store_gradients,
     tile_of_step,
 )
-from .walk import arrive_free, matrix, new_barriers, wait_full
+from .walk import arrive_free, job_and_head, matrix, new_barriers, wait_full
 
 
 @builtin
@@ -43,14 +43,14 @@ def tma_add(desc, at, source, _semantic=None):
 
 
 @gluon.jit
-def _adder(dq_desc, exchange, walk, head, q_tiles, D: gl.constexpr):
-    """Add every finished [BQ, D / 2] piece to its rows of dq, in the producer's order.
+def add_steps(dq_desc, exchange, walk, head, q_tiles, past, D: gl.constexpr):
+    """Add every finished [BQ, D / 2] piece to its rows of dq, in the producer's order. past: as in `fill_steps`.
 
     Rows behind the end of a short tile, which are the next tile's, get 0.
     """
     _, dq_s, _, dq_full, dq_free = exchange
     i_b, i_h, _, group = head
-    t = 0
+    t = past
     for PLAIN in gl.static_range(2):
         for i_head in range(i_h, i_h + group):
             for i in range(num_steps_of(walk, PLAIN)):
@@ -67,7 +67,7 @@ def _adder(dq_desc, exchange, walk, head, q_tiles, D: gl.constexpr):
 
 @gluon.jit
 def _step(
-    rings, barriers, exchange, k_half, v_half, k_columns, b_s, b_dk, b_dv, b_key, t, num_steps, scale_log2, dq_scale,
+    rings, barriers, exchange, k_half, v_half, k_columns, b_s, b_dk, b_dv, b_key, t, end, scale_log2, dq_scale,
     C: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr, KL: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel`'s, and hand this consumer's piece of dq to the adder."""
@@ -97,7 +97,7 @@ def _step(
     b_dq = warpgroup_mma(ds_s.index(t & 1).permute([1, 0]), k_columns, zero, use_acc=False, is_async=True)
     b_dk, b_dv, b_pa, b_dsa = warpgroup_mma_wait(1, deps=[b_dk, b_dv, b_pa, b_dsa])
     arrive_free(free, t, STAGES)
-    b_s = issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
+    b_s = issue_scores(rings, k_half, q_full, b_key, t + 1, t + 1 < end, MASK, STAGES, TL)
     b_dq = warpgroup_mma_wait(1, deps=[b_dq])
     mbarrier.wait(dq_free.index(C), (t & 1) ^ 1)
     matrix(dq_s.index(C)).store(b_dq * dq_scale)
@@ -108,36 +108,63 @@ def _step(
 
 
 @gluon.jit
+def sum_keys(
+    rings, barriers, exchange, k_s, v_s, kv_full, behind, num_steps, first_plain, position, count, scales,
+    C: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KL: gl.constexpr,
+):  # fmt: skip
+    """(dk without its scale, dv) of a job's keys 64 C ... 64 C + 63, when nothing in shared memory is read any more.
+
+    behind: (the program's steps before this job's, phase of the barrier that says that the keys are there)
+    """
+    TL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rings[0].shape[3], 16]
+    )
+    k_half = matrix(k_s).slice(C * 64, 64, dim=0)
+    v_half = matrix(v_s).slice(C * 64, 64, dim=0)
+    k_columns = matrix(k_s).slice(C * (D // 2), D // 2, dim=1)
+    q_full, _, _ = barriers
+    _, scale_log2, dq_scale = scales
+    past, phase = behind
+    end = past + num_steps
+    b_key = positions_of(position, count, C, TL)
+    b_dk = gl.zeros([64, D], gl.float32, KL)
+    b_dv = gl.zeros([64, D], gl.float32, KL)
+    mbarrier.wait(kv_full, phase)
+    if num_steps > 0:
+        b_s = issue_scores(rings, k_half, q_full, b_key, past, True, True, STAGES, TL)
+        b_s = warpgroup_mma_wait(0, deps=[b_s])
+        for t in range(past, past + first_plain - 1):
+            b_s, b_dk, b_dv = _step(
+                rings, barriers, exchange, k_half, v_half, k_columns, b_s, b_dk, b_dv, b_key, t, end,
+                scale_log2, dq_scale, C, D, True, STAGES, TL, KL)  # fmt: skip
+        for t in range(past + first_plain - 1, end):
+            b_s, b_dk, b_dv = _step(
+                rings, barriers, exchange, k_half, v_half, k_columns, b_s, b_dk, b_dv, b_key, t, end,
+                scale_log2, dq_scale, C, D, False, STAGES, TL, KL)  # fmt: skip
+    return b_dk, b_dv
+
+
+@gluon.jit
 def _consumer(
     rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scales,
     C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel`'s."""
-    TL: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rings[0].shape[3], 16]
-    )
     KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    k_half = matrix(k_s).slice(C * 64, 64, dim=0)
-    v_half = matrix(v_s).slice(C * 64, 64, dim=0)
-    k_columns = matrix(k_s).slice(C * (D // 2), D // 2, dim=1)
-    q_full, _, _ = barriers
-    scale, scale_log2, dq_scale = scales
-    b_key = positions_of(position, grads[4], C, TL)
-    b_dk = gl.zeros([64, D], gl.float32, KL)
-    b_dv = gl.zeros([64, D], gl.float32, KL)
-    mbarrier.wait(kv_full, 0)
-    if num_steps > 0:
-        b_s = issue_scores(rings, k_half, q_full, b_key, 0, True, True, STAGES, TL)
-        b_s = warpgroup_mma_wait(0, deps=[b_s])
-        for t in range(0, first_plain - 1):
-            b_s, b_dk, b_dv = _step(
-                rings, barriers, exchange, k_half, v_half, k_columns, b_s, b_dk, b_dv, b_key, t, num_steps,
-                scale_log2, dq_scale, C, D, True, STAGES, TL, KL)  # fmt: skip
-        for t in range(first_plain - 1, num_steps):
-            b_s, b_dk, b_dv = _step(
-                rings, barriers, exchange, k_half, v_half, k_columns, b_s, b_dk, b_dv, b_key, t, num_steps,
-                scale_log2, dq_scale, C, D, False, STAGES, TL, KL)  # fmt: skip
-    store_gradients(grads, b_dk * scale, b_dv, C, D, WIDTH, KL)
+    b_dk, b_dv = sum_keys(
+        rings, barriers, exchange, k_s, v_s, kv_full, (0, 0), num_steps, first_plain, position, grads[4], scales,
+        C, D, STAGES, KL)  # fmt: skip
+    store_gradients(grads, b_dk * scales[0], b_dv, C, D, WIDTH, KL)
+
+
+@gluon.jit
+def new_exchange(q_desc, dq_desc, D: gl.constexpr):
+    """(dS of two steps, a piece of dq for each consumer, the barriers of both)."""
+    BQ: gl.constexpr = q_desc.block_type.shape[2]
+    DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 128, BQ], DS)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BQ, D // 2], dq_desc.layout)
+    return ds_s, dq_s, new_barriers(2, 2), new_barriers(2, 1), new_barriers(2, 1)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_q_tiles", "num_groups", "group", "section"])
@@ -147,16 +174,14 @@ def all_gradients(
     D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel.keys`, and add dq_scale dS K to dq. dq_desc: [B, H, N, D] fp32 in boxes of BQ rows, D / 2."""
-    row, position, walk, head, grads = key_tile(jobs, num_tiles, section, dk, dv, num_groups, group)
+    job, i_bg = job_and_head(jobs, num_tiles, section)
+    row, position, walk, head, grads = key_tile(job, i_bg // num_groups, i_bg % num_groups, dk, dv, num_groups, group)
     num_steps, first_plain = steps_of(walk, group)
 
     rings, barriers, k_s, v_s, kv_full = new_buffers(
         q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, STAGES
     )
-    DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 128, q_desc.block_type.shape[2]], DS)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, q_desc.block_type.shape[2], D // 2], dq_desc.layout)
-    exchange = (ds_s, dq_s, new_barriers(2, 2), new_barriers(2, 1), new_barriers(2, 1))
+    exchange = new_exchange(q_desc, dq_desc, D)
     fence_async_shared()
     descs = (q_desc, dout_desc, starts_desc, bounds_desc)
     scales = (scale, scale_log2, dq_scale)
@@ -165,7 +190,7 @@ def all_gradients(
                      0, D, WIDTH, STAGES)),
         (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scales,
                      1, D, WIDTH, STAGES)),
-        (_adder, (dq_desc, exchange, walk, head, q_tiles, D)),
+        (add_steps, (dq_desc, exchange, walk, head, q_tiles, 0, D)),
         (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles,
                     num_q_tiles, row, STAGES)),
     ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip

@@ -102,22 +102,33 @@ def _fill_step(descs, rings, barriers, at_head, i_tile, q_tiles, num_tiles, t, S
 
 
 @gluon.jit
-def producer(
-    descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles, num_tiles, k_row,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Masked tiles of all heads first, then the others."""
-    i_b, i_h, num_heads, group = head
+def fill_keys(k_desc, v_desc, k_s, v_s, kv_full, head, k_row):
+    i_b, i_h, _, group = head
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma_load(k_desc, [i_b, i_h // group, k_row, 0], kv_full, k_s)
     tma_load(v_desc, [i_b, i_h // group, k_row, 0], kv_full, v_s)
-    t = 0
+
+
+@gluon.jit
+def fill_steps(descs, rings, barriers, walk, head, q_tiles, num_tiles, past, STAGES: gl.constexpr):
+    """Masked tiles of all heads first, then the others. past: the program's steps before this job's."""
+    i_b, i_h, num_heads, group = head
+    t = past
     for PLAIN in gl.static_range(2):
         for i_head in range(i_h, i_h + group):
             for i in range(num_steps_of(walk, PLAIN)):
                 i_tile = tile_of_step(walk, i, PLAIN)
                 _fill_step(descs, rings, barriers, (i_b, i_head, num_heads), i_tile, q_tiles, num_tiles, t, STAGES)
                 t += 1
+
+
+@gluon.jit
+def producer(
+    descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles, num_tiles, k_row,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    fill_keys(k_desc, v_desc, k_s, v_s, kv_full, head, k_row)
+    fill_steps(descs, rings, barriers, walk, head, q_tiles, num_tiles, 0, STAGES)
 
 
 @gluon.jit
@@ -240,16 +251,13 @@ def _consumer(
 
 
 @gluon.jit
-def key_tile(jobs, num_tiles, section, dk, dv, num_groups, group):
-    """What a program's job is: (its first key, the position of that, walk, head, grads).
+def key_tile(job, i_b, i_g, dk, dv, num_groups, group):
+    """What a job of a batch entry and key head is: (its first key, the position of that, walk, head, grads).
 
     walk: see `tile_of_step`; head: (batch entry, first query head of the group, query heads, heads of the group);
     grads: see `store_gradients`
     """
-    job, i_bg = job_and_head(jobs, num_tiles, section)
     row, position, count, v0, f0, f1, v1, shift = job
-    i_b = i_bg // num_groups
-    i_g = i_bg % num_groups
     p_dk = dk[0] + (i_b.to(gl.int64) * dk[1] + row.to(gl.int64) * dk[2] + i_g.to(gl.int64) * dk[3])
     p_dv = dv[0] + (i_b.to(gl.int64) * dv[1] + row.to(gl.int64) * dv[2] + i_g.to(gl.int64) * dv[3])
     head = (i_b, i_g * group, num_groups * group, group)
@@ -275,7 +283,8 @@ def keys(
     *_desc: [B, H or G, N, D] in boxes of BQ queries or 128 keys; starts: of `row_starts`, flat; bounds: lo and hi
     likewise, int32 [num_q_tiles, 2, BQ]; section: see `job_and_head`. Rows that nobody sees are written as 0.
     """
-    row, position, walk, head, grads = key_tile(jobs, num_tiles, section, dk, dv, num_groups, group)
+    job, i_bg = job_and_head(jobs, num_tiles, section)
+    row, position, walk, head, grads = key_tile(job, i_bg // num_groups, i_bg % num_groups, dk, dv, num_groups, group)
     num_steps, first_plain = steps_of(walk, group)
 
     rings, barriers, k_s, v_s, kv_full = new_buffers(

@@ -13,20 +13,20 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...mask import Tiles, View
+from ...mask import View
 from ..scaling import positive
 from ..trimming import trimmed
 from ..triton.launch import LOG2E, clear_around, grid, rows_argument
-from . import forward_kernel, fused_kernel, keys_kernel, persistent_kernel, queries_kernel
+from . import forward_in_turns_kernel, forward_kernel, fused_in_turns_kernel, fused_kernel, keys_kernel, queries_kernel
+from .jobs import BY_KEY, NUM_SMS, evening_heads, jobs_of
 from .tiling import TILINGS, Tiling, columns
 from .turns import turns
 
 GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 MAX_NUMBERS = 2**31 - 1  # two a row, of all heads together: the backward's TMA finds them by one 32-bit coordinate
 
-NUM_SMS = 132  # of the largest Hopper; a program of these kernels has one to itself
-SHORT_STEPS = 24  # tiles that a query tile visits, on average, below which the forward's programs stay
-STAYING = (TILINGS["forward"][128],)  # where it is faster: at 64 it is not, at 256 the queries need the room
+# kernel -> its form whose programs stay, and the tiles that a program visits on average below which it is taken
+IN_TURNS = {"forward": ("forward in turns", 24), "fused": ("fused in turns", 24)}
 SECTION_BYTES = 2**25  # what the programs of a section share should stay in the L2, which is 50 MB
 
 
@@ -72,45 +72,11 @@ def flat(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel()], [1], *box_of(x.dtype, 2 * rows))
 
 
-def jobs_by_query(tiles: Tiles, block_k: int) -> np.ndarray:
-    """What each program of a query tile does, the longest first: int32 [n, 8], see `walk.job_and_head`.
-
-    A short key tile needs the mask, also where it is seen whole: the range without a mask ends at the first of them.
-    """
-    v0, f0, w1, v1 = tiles.q_ranges.T
-    short = np.append(np.flatnonzero(tiles.k_tiles[:, 2] < block_k), len(tiles.k_tiles))
-    f1 = np.minimum(w1, short[np.searchsorted(short, f0)])
-    return np.stack((*tiles.q_tiles.T, v0, f0, f1, v1, np.zeros_like(v0)), 1).astype(np.int32)[tiles.q_order]
-
-
-def jobs_by_key(tiles: Tiles, block_k: int) -> np.ndarray:
-    """The same of a key tile.
-
-    Behind the end of a short tile lie another tile's keys, which dq must not see: all its steps are masked. The plain
-    steps start at another place in each program, so that programs which run side by side do not all add to the same
-    rows of dq at once.
-    """
-    v0, f0, f1, v1 = tiles.k_ranges.T
-    short = tiles.k_tiles[:, 2] < block_k
-    f0, f1 = np.where(short, v1, f0), np.where(short, v1, f1)
-    shift = 2 * np.arange(len(v0), dtype=np.int32) % np.maximum(f1 - f0, 1)
-    return np.stack((*tiles.k_tiles.T, v0, f0, f1, v1, shift), 1)[tiles.k_order]
-
-
-def evening_heads(lengths: np.ndarray) -> int:
-    """The tiles of so many heads keep the card busy for twice the time of the longest; 1 where tiles are alike.
-
-    lengths: int [tiles], the steps of each tile of one head
-    """
-    longest, total = int(lengths.max(initial=0)), int(lengths.sum())
-    is_uneven = longest * int((lengths > 0).sum()) > 1.25 * total
-    return -(-2 * NUM_SMS * longest // total) if is_uneven else 1
-
-
 class Work(NamedTuple):
     """What one kernel has to do for one view, without heads and batch; made once a view. Tensors are on the device.
 
-    lo, hi: int32 [L]; q_tiles, k_tiles: see `mask.Tiles`; jobs: int32 [num_tiles, 8], see `walk.job_and_head`
+    kernel: a key of TILINGS; lo, hi: int32 [L]; q_tiles, k_tiles: see `mask.Tiles`
+    jobs: int32 [num_tiles, 8], see `walk.job_and_head`
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
     num_steps: how many tiles all its programs visit together
     regular: key tile i starts at i * block_k
@@ -118,6 +84,7 @@ class Work(NamedTuple):
     bounds: int32 [num query tiles, 2, block_q], lo and hi tile by tile, (0, 0) behind a short tile's end
     """
 
+    kernel: str
     tiling: Tiling
     lo: torch.Tensor
     hi: torch.Tensor
@@ -142,9 +109,8 @@ class Work(NamedTuple):
         made: Any = view.tiles(tiles.block_q, tiles.block_k, device, aligned=True)
         host: Any = view.tiles(tiles.block_q, tiles.block_k, aligned=True)
         regular = bool((host.k_tiles[:, 0] == np.arange(len(host.k_tiles)) * tiles.block_k).all())
-        by_key = kernel in ("keys", "fused")
-        ranges = host.k_ranges if by_key else host.q_ranges
-        jobs = jobs_by_key(host, tiles.block_k) if by_key else jobs_by_query(host, tiles.block_k)
+        ranges = host.k_ranges if kernel in BY_KEY else host.q_ranges
+        jobs = jobs_of(kernel, view, host, tiles)
         start, _, count = host.q_tiles.T[:, :, None]
         o_row = np.arange(tiles.block_q)
         rows = np.where(o_row < count, start + o_row, 0)
@@ -152,7 +118,7 @@ class Work(NamedTuple):
         lengths = ranges[:, 3] - ranges[:, 0]
         num_busy = int((lengths > 0).sum())
         return cls(
-            tiles, *view.bounds(device), made.q_tiles, made.k_tiles, torch.from_numpy(jobs).to(device),
+            kernel, tiles, *view.bounds(device), made.q_tiles, made.k_tiles, torch.from_numpy(jobs).to(device),
             len(ranges), num_busy, int(lengths.sum()), regular, evening_heads(lengths),
             torch.from_numpy(bounds).to(device),
         )  # fmt: skip
@@ -169,35 +135,44 @@ class Work(NamedTuple):
         return min(self.num_heads, max(SECTION_BYTES // group_bytes, 1) * (heads // groups))
 
 
+@functools.cache
 def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_SMS
 
 
-def stays(work: Work, num_jobs: int) -> bool:
-    """Do the forward's programs stay and do one job after the other? Where jobs are short, many, and not too wide."""
-    is_short = work.num_steps < SHORT_STEPS * work.num_busy
-    return is_short and work.tiling in STAYING and num_jobs >= 2 * num_sms(work.jobs.device)
+def stays(kernel: str, q: torch.Tensor, view: View, num_heads: int) -> Work | None:
+    """The work in the form whose programs stay and do one job after the other, where jobs are short and many.
+
+    num_heads: of the grid, of all batch entries
+    """
+    name, short_steps = IN_TURNS[kernel]
+    if columns(q.shape[3]) not in TILINGS[name]:
+        return None
+    work = Work.of(name, q, view)
+    is_short = work.num_steps < short_steps * work.num_busy
+    return work if is_short and work.num_tiles * num_heads >= 2 * num_sms(q.device) else None
 
 
-def all_turns(view: View, work: Work, num_tiles: int, batch: int, heads: int, section: int) -> torch.Tensor:
+def all_turns(view: View, work: Work, num_tiles: int, *, batch: int, heads: int, section: int) -> torch.Tensor:
     """`turns.turns` of the first num_tiles jobs, on the device; made once a view."""
     tiles, device = work.tiling, work.jobs.device
 
     def make() -> torch.Tensor:
         host: Any = view.tiles(tiles.block_q, tiles.block_k, aligned=True)
-        jobs = jobs_by_query(host, tiles.block_k)[:num_tiles]
+        jobs = jobs_of(work.kernel, view, host, tiles)[:num_tiles]
         together = min(max(section, 2), batch * heads)  # after one head alone, programs would not end together
         return torch.from_numpy(turns(jobs, batch, heads, together, num_sms(device))).to(device)
 
-    return view.memo(("turns", tiles, device, num_tiles, batch, heads, section), make)
+    return view.memo(("turns", work.kernel, tiles, device, num_tiles, batch, heads, section), make)
 
 
 def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
-    """Launch `forward_kernel.attend` or `persistent_kernel.attend_in_turns`. See `kernels.Kernel.forward`."""
+    """Launch `forward_kernel.attend` or `forward_in_turns_kernel.attend_in_turns`. See `kernels.Kernel.forward`."""
     keys, view = trimmed(view).keys, trimmed(view).of_keys
     k, v = k[:, keys], v[:, keys]
     batch, num_rows, heads, width = q.shape
-    work = Work.of("forward", q, view)
+    in_turns = stays("forward", q, view, batch * heads)
+    work = in_turns or Work.of("forward", q, view)
     num_tiles = work.num_tiles if first or last else work.num_busy
     if not num_tiles:
         return
@@ -205,9 +180,9 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     tiles = work.tiling
     run, programs, jobs = forward_kernel.attend, grid(num_tiles, batch, heads), work.jobs
     ends = [work.section(heads, k.shape[2], k, v)]
-    if stays(work, num_tiles * batch * heads):
-        jobs = all_turns(view, work, num_tiles, batch, heads, *ends)
-        run, programs, num_tiles, ends = persistent_kernel.attend_in_turns, (num_sms(q.device),), len(jobs), []
+    if in_turns:
+        jobs = all_turns(view, work, num_tiles, batch=batch, heads=heads, section=ends[0])
+        run, programs, num_tiles, ends = forward_in_turns_kernel.attend_in_turns, (num_sms(q.device),), len(jobs), []
     run[programs](
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
         rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,
@@ -259,23 +234,29 @@ def _by_key_tile(
     dout, q, k, v, grads = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], tuple(grad[:, keys] for grad in grads)
     batch, _, heads, width = q.shape
     groups = k.shape[2]
-    work = Work.of(kernel, q, view)
+    in_turns = stays(kernel, q, view, batch * groups) if kernel in IN_TURNS else None
+    work = in_turns or Work.of(kernel, q, view)
     if not work.num_tiles:
         return
     q, sharp = positive(q, scale)
-    tiles, q_tiles = work.tiling, work.q_tiles
-    run, extra, scales, shared = keys_kernel.keys, [], [sharp, sharp * LOG2E], [q, dout]
+    tiles, q_tiles, num_tiles = work.tiling, work.q_tiles, work.num_tiles
+    run, programs, jobs = keys_kernel.keys, grid(num_tiles, batch, groups), work.jobs
+    extra, scales, shared = [], [sharp, sharp * LOG2E], [q, dout]
     if dq is not None:
         run, scales, shared = fused_kernel.all_gradients, [*scales, scale], [*shared, dq[:, rows]]
         target = walkable(dq[:, rows])
         assert target.base.data_ptr() == dq[:, rows].data_ptr(), "dq must be walked itself: a copy's sums would be lost"
         extra = [descriptor(target, tiles.block_q, 2)]
-    run[grid(work.num_tiles, batch, groups)](
+    ends = [work.section(groups, groups, *shared)]
+    if in_turns:
+        jobs = all_turns(view, work, num_tiles, batch=batch, heads=groups, section=ends[0])
+        run, programs = fused_in_turns_kernel.all_gradients_in_turns, (num_sms(q.device),)
+        num_tiles, ends = len(jobs), []
+    run[programs](
         descriptor(walkable(q), tiles.block_q), descriptor(walkable(k), tiles.block_k),
         descriptor(walkable(v), tiles.block_k), descriptor(walkable(dout), tiles.block_q),
         flat(row_starts(work, lse, delta, rows.start, sharp), tiles.block_q), flat(work.bounds, tiles.block_q), *extra,
-        *map(rows_argument, grads), q_tiles, work.jobs, *scales, work.num_tiles, len(q_tiles), groups, heads // groups,
-        work.section(groups, groups, *shared),
+        *map(rows_argument, grads), q_tiles, jobs, *scales, num_tiles, len(q_tiles), groups, heads // groups, *ends,
         D=columns(width), WIDTH=width, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip
 

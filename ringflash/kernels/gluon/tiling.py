@@ -25,8 +25,10 @@ class Tiling(NamedTuple):
 # kernel -> columns of a tile -> tiles
 TILINGS = {
     "forward": {64: Tiling(192, 128, 2, 3, 160), 128: Tiling(128, 128, 2, 2, 240), 256: Tiling(128, 64, 2, 2, 240)},
+    "forward in turns": {64: Tiling(128, 128, 3, 2, 240), 128: Tiling(128, 128, 2, 2, 240)},
     "keys": {64: Tiling(64, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
     "fused": {64: Tiling(128, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
+    "fused in turns": {64: Tiling(128, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
     "queries": {64: Tiling(192, 64, 3, 3, 160), 128: Tiling(128, 64, 3, 2, 240)},
 }
 

@@ -44,13 +44,11 @@ def dealt(costs: np.ndarray, num_programs: int) -> np.ndarray:
 
 
 def turns(jobs: np.ndarray, batch: int, heads: int, section: int, num_programs: int) -> np.ndarray:
-    """Every head's jobs as `walk.job_of_turn` reads them, int32 [batch * heads * n, 8]; program p does each
-    num_programs-th line from line p on. jobs: of one head, the longest first, see `launch.jobs_by_query`.
+    """Every head's jobs as `walk.job_of_turn` reads them, int32 [batch * heads * n, 10]; program p does each
+    num_programs-th line from line p on. jobs: of one head, the longest first, see `jobs.jobs_by_query`.
 
-    A line is a job with the batch entry and the head in the places of what the forward does not need.
+    A line is a job, the batch entry and the head.
     """
     i_job, i_head = heads_in_order(jobs, batch * heads, section)
     order = dealt(jobs[i_job, 6] - jobs[i_job, 3] + JOB_STEPS, num_programs)
-    lines = jobs[i_job[order]]
-    lines[:, 1], lines[:, 7] = np.divmod(i_head[order], heads)
-    return lines
+    return np.column_stack((jobs[i_job[order]], *np.divmod(i_head[order], heads))).astype(np.int32)

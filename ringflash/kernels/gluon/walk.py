@@ -50,13 +50,13 @@ def num_turns(num_jobs):
 
 @gluon.jit
 def job_of_turn(jobs, turn):
-    """(job without position and shift, batch entry, head) of a program's turn, from the table of `turns.turns`."""
-    p_job = jobs + 8 * (gl.program_id(0) + turn * gl.num_programs(0))
+    """(job, batch entry, head) of a program's turn, from the table of `turns.turns`. What is not used is not loaded."""
+    p_job = jobs + 10 * (gl.program_id(0) + turn * gl.num_programs(0))
     job = (
-        gl.load(p_job), gl.load(p_job + 2), gl.load(p_job + 3), gl.load(p_job + 4), gl.load(p_job + 5),
-        gl.load(p_job + 6),
+        gl.load(p_job), gl.load(p_job + 1), gl.load(p_job + 2), gl.load(p_job + 3),
+        gl.load(p_job + 4), gl.load(p_job + 5), gl.load(p_job + 6), gl.load(p_job + 7),
     )  # fmt: skip
-    return job, gl.load(p_job + 1), gl.load(p_job + 7)
+    return job, gl.load(p_job + 8), gl.load(p_job + 9)
 
 
 @gluon.jit

@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...mask import View
-from ..gluon.launch import descriptor, evening_heads, jobs_by_query, walkable
+from ..gluon.jobs import evening_heads, jobs_by_query
+from ..gluon.launch import descriptor, walkable
 from ..gluon.tiling import columns
 from ..scaling import positive
 from ..trimming import trimmed
@@ -44,7 +45,7 @@ class Work(NamedTuple):
         host: Any = view.tiles(BLOCK_Q, BLOCK_K)
         ranges = host.q_ranges
         lengths = ranges[:, 3] - ranges[:, 0]
-        jobs = torch.from_numpy(jobs_by_query(host, BLOCK_K)).to(device)
+        jobs = torch.from_numpy(jobs_by_query(view, host, BLOCK_K)).to(device)
         tables = (*view.bounds(device), made.q_tiles, made.k_tiles, jobs)
         return cls(tables, len(ranges), int((lengths > 0).sum()), evening_heads(lengths))
 

@@ -1,6 +1,6 @@
 """Which tiles each kernel uses: a table, not an autotuner, because these kernels add to their arguments.
 
-`tuned.json` holds what `benchmarks/tune.py` measured, by card; the rows here serve every other card and head dimension.
+`tuned.json`, where it exists, is what `benchmarks/tune.py` measured, by card; the rows here serve all others.
 Each is the largest tile that the card's shared memory holds and that neither spills much nor serialises its products;
 `benchmarks/offline.py` prints what the compiler makes of every row. fp32 is there to be right: its tiles are small.
 """

@@ -25,7 +25,7 @@ def _producer(
     past = 0
     for turn in range(num_turns(num_jobs)):
         job, i_b, i_h = job_of_turn(jobs, turn)
-        row, _, v0, f0, f1, v1 = job
+        row, _, _, v0, f0, f1, v1, _ = job
         mbarrier.wait(q_free.index(turn % 2), (turn // 2 & 1) ^ 1)
         request(
             q_desc, k_desc, v_desc, shared, (v0, f0, f1, v1, row), (i_b, i_h, i_h // group), k_tiles, regular,
@@ -43,7 +43,7 @@ def _consumer(
     past = 0
     for turn in range(num_turns(num_jobs)):
         job, i_b, i_h = job_of_turn(jobs, turn)
-        row, count, v0, f0, f1, v1 = job
+        row, _, count, v0, f0, f1, v1, _ = job
         p_state, p_out, p_lse = first_row(state, out, lse, i_b, i_h, row, num_heads, num_rows)
         consume(
             shared, (v0, f0, f1, v1, row), (turn % 2 * NC, past), turn // 2 & 1, count, p_state, p_out, p_lse,
@@ -62,7 +62,7 @@ def attend_in_turns(
     REGISTERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """As `forward_kernel.attend`, with all heads' jobs in one table of which program p takes lines p, p + grid, ..."""
-    gl.static_assert(NC == 2, "of the tiles in `launch.STAYING`")
+    gl.static_assert(NC == 2, "of its tiles")
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2 * NC, 1, 1, 64, D], q_desc.layout)
     q_full = new_barriers(2 * NC, 1)
     q_free = new_barriers(2, NC)
