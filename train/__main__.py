@@ -84,4 +84,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # DeepSpeed on CPU may abort when the interpreter ends
+    os._exit(code)  # threads of libraries may be in C++ when the interpreter would end
