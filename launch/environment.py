@@ -20,6 +20,11 @@ RESTART_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """1: each restart meets in a new store. In a shared one processes find the addresses of those that died
 (pytorch/pytorch#135712) and the restart fails."""
 
+SIGNALS_VARIABLE, SIGNALS = "PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+"""What torchrun passes on to its processes. It knows the first four by itself, and would die of the others."""
+PATIENCE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Seconds until torchrun kills what it told to stop; read by torch 2.12 and newer, 30 s before."""
+
 
 def settings(config: Config) -> dict[str, str]:
     """The variables that the configuration sets, sorted by name. One thread a process, unless it says otherwise."""
@@ -33,6 +38,8 @@ def settings(config: Config) -> dict[str, str]:
         "NCCL_IB_TIMEOUT": launch.ib_timeout,
         "NCCL_IB_RETRY_CNT": launch.ib_retries,
         RESTART_VARIABLE: 1 if launch.max_restarts else None,
+        SIGNALS_VARIABLE: SIGNALS if config.checkpoint.every else None,
+        PATIENCE_VARIABLE: launch.stop_timeout_s if config.checkpoint.every else None,
         THREADS_VARIABLE: 1 if launch.processes_per_node > 1 else None,
     }
     named = {name: str(value) for name, value in chosen.items() if value is not None}

@@ -1,7 +1,7 @@
 """One run: what is started on a node, and how its end is judged.
 
-Exit codes do not decide, because DeepSpeed on CPU aborts at teardown now and then: each rank leaves a verdict in a
-folder before it exits (`train/verdict.py`), and the run has succeeded if all ranks of the node say so.
+torchrun's exit code does not decide, because it is 1 for all that is not 0: each rank leaves a verdict with its code in
+a folder before it exits (`train/verdict.py`), and the run has succeeded if all ranks of the node say so.
 """
 
 from __future__ import annotations
@@ -86,10 +86,15 @@ def run(job: Job, command: Sequence[str], *, node: int, settings: Mapping[str, s
     with _forwarding(process) as received:
         code = process.wait()
     copier.join(timeout=5)  # an orphan of the command may hold the pipe open
-    if received:
+    verdicts, size = sibling("train.verdict").read_all(folder), job.config.launch.processes_per_node
+    if received and len(agreed(verdicts, size)) != 1:
         return Ending(128 + received[0], f"stopped by {signal.Signals(received[0]).name}")
-    verdicts = sibling("train.verdict").read_all(folder)
-    return judge(verdicts, job.config.launch.processes_per_node, code=code, report=report.decode(errors="replace"))
+    return judge(verdicts, size, code=code, report=report.decode(errors="replace"))
+
+
+def agreed(verdicts: Mapping[int, Any], size: int) -> set[int]:
+    """The exit codes that the ranks of a node left, empty unless all of them did."""
+    return {verdict.code for verdict in verdicts.values()} if len(verdicts) == size else set()
 
 
 def judge(verdicts: Mapping[int, Any], size: int, *, code: int, report: str) -> Ending:
@@ -102,11 +107,13 @@ def judge(verdicts: Mapping[int, Any], size: int, *, code: int, report: str) -> 
     The cause is the first rank that was killed from outside, for the others only lost their peer; otherwise the first
     rank by time that failed.
     """
-    failed = [verdict for verdict in verdicts.values() if not verdict.ok]
+    failed = [verdict for verdict in verdicts.values() if verdict.code]
     missing = size - len(verdicts)
     if not failed and not missing:
         teardown = f"all {size} ranks ended well; exit code {code} came from their teardown"
         return Ending(0, teardown if code else "")
+    if len(codes := agreed(verdicts, size)) == 1 and codes != {1}:
+        return Ending(codes.pop(), failed[0].error)  # what all ranks say alike
     exit_code = code if code > 0 else 1
     gone = [(int(m["rank"]), m["host"], int(m["code"])) for m in FAILED_PROCESS.finditer(report)]
     gone = [process for process in gone if process[0] not in verdicts]
@@ -114,7 +121,7 @@ def judge(verdicts: Mapping[int, Any], size: int, *, code: int, report: str) -> 
         if exitcode < 0 and exitcode != -signal.SIGTERM:
             return Ending(exit_code, f"rank {rank} on {host} was killed by {signal.Signals(-exitcode).name}")
     if failed:
-        first = min(failed, key=lambda verdict: verdict.time_s)
+        first = min(failed, key=lambda verdict: (verdict.code != 1, verdict.time_s))
         return Ending(exit_code, f"rank {first.rank} on {first.host} failed: {first.error}")
     if gone:
         rank, host, exitcode = gone[-1]  # torchrun lists the first failure last
@@ -136,12 +143,13 @@ def _copy(source: Any, kept: bytearray) -> None:
 def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     """Hand signals that ask for an end to the process; yields the list of those received."""
     received: list[int] = []
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
     def forward(number: int, _frame: object) -> None:
         received.append(number)
         process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield received
     finally:

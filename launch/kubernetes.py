@@ -21,6 +21,8 @@ CONFIG_FOLDER = "/etc/ringflash"
 WORKER = "ringflash.train"
 CONTAINER = "node"
 """Name that Kubeflow's runtimes give to the job and the container of the trainer."""
+MARGIN_S = 30
+"""How much longer than torchrun Kubernetes waits before it kills."""
 NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
 
 
@@ -124,7 +126,9 @@ def _patch(job: Job) -> dict[str, Any]:
     for index, (claim, path) in enumerate(job.config.kubernetes.volumes.items()):
         volumes.append({"name": f"volume-{index}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"volume-{index}", "mountPath": path})
-    pod = {"volumes": volumes, "containers": [{"name": CONTAINER, "volumeMounts": mounts}]}
+    pod: dict[str, Any] = {"volumes": volumes, "containers": [{"name": CONTAINER, "volumeMounts": mounts}]}
+    if job.config.checkpoint.every:
+        pod["terminationGracePeriodSeconds"] = job.config.launch.stop_timeout_s + MARGIN_S
     template = {"spec": {"template": {"spec": pod}}}
     jobs = [{"name": CONTAINER, "template": template}]
     return {"manager": "ringflash/launch", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}

@@ -49,8 +49,10 @@ def start(job: Job) -> Ending:
 
 
 def _options(job: Job) -> list[str]:
-    """The size of the job, then what [slurm] adds for the site."""
-    launch = job.config.launch
+    """The size of the job, a warning before its time is over if it can save, then what [slurm] adds for the site."""
+    launch, added = job.config.launch, job.config.slurm.options
+    warned = any(option.startswith("--signal=") for option in added)
+    warning = [f"--signal=USR1@{launch.stop_timeout_s}"] if job.config.checkpoint.every and not warned else []
     return [
         f"--job-name={job.config.train.name}",
         f"--nodes={launch.nodes}",
@@ -58,5 +60,6 @@ def _options(job: Job) -> list[str]:
         f"--cpus-per-task={launch.cpus_per_node}",
         f"--gpus-per-node={launch.processes_per_node}",
         f"--output={shlex.quote(str(job.config.run_dir / 'slurm-%j.log'))}",
-        *job.config.slurm.options,
+        *warning,
+        *added,
     ]

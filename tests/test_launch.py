@@ -18,6 +18,7 @@ import pytest
 from launch import torchrun
 from launch.__main__ import WORDS, main
 from launch.__main__ import launch as launch_command
+from launch.environment import PATIENCE_VARIABLE, SIGNALS, SIGNALS_VARIABLE
 from launch.job import VERDICT_VARIABLE, Job, judge, run, sibling, sibling_name
 from train import verdict
 from train.config import load
@@ -31,6 +32,12 @@ TWO_NODES = ["--nodes", "2", "--set", "launch.master_address=a b", "--set", "lau
 TWO_NODES += ["--set", "parallel.ring=16"]
 
 
+def variables_and_command(line: str) -> tuple[list[str], list[str]]:
+    words = shlex.split(line)
+    start = words.index(sys.executable)
+    return words[:start], words[start:]
+
+
 @pytest.mark.parametrize(
     ("path", "processes"), [(DEMO, 4), (LLAMA, 8)], ids=lambda value: getattr(value, "stem", value)
 )
@@ -38,8 +45,10 @@ def test_a_dry_run_prints_the_command_of_one_node(path, processes, capsys, monke
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch_command([str(path), "--dry-run", "--set", "train.steps=400"]) == 0
     [line] = capsys.readouterr().out.splitlines()
-    threads, folder, *command = shlex.split(line)
+    (threads, *stopping, folder), command = variables_and_command(line)
     assert folder == f"{VERDICT_VARIABLE}=runs/{path.stem}/verdict/node0" and threads == "OMP_NUM_THREADS=1"
+    # where nothing is saved, a signal ends the processes at once
+    assert stopping == ([] if path == DEMO else [f"{SIGNALS_VARIABLE}={SIGNALS}", f"{PATIENCE_VARIABLE}=300"])
     worker = ["-m", "train", str(path), "--set", "train.steps=400"]
     size = ["--nnodes", "1", "--nproc-per-node", str(processes), "--max-restarts", "0"]
     assert command == [*TORCHRUN, "--standalone", *size, *worker]
@@ -48,9 +57,9 @@ def test_a_dry_run_prints_the_command_of_one_node(path, processes, capsys, monke
 def test_a_dry_run_prints_one_line_a_node(capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "16")  # already chosen: kept
     assert launch_command([str(LLAMA), *TWO_NODES, "--dry-run"]) == 0
-    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    lines = [variables_and_command(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 2
-    for node, (threads, folder, *command) in enumerate(lines):
+    for node, ((threads, *_, folder), command) in enumerate(lines):
         assert threads == "OMP_NUM_THREADS=16" and folder.endswith(f"/verdict/node{node}")
         meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "llama3_8b_128k", "--rdzv-endpoint", "a b:29555"]
         meeting += ["--rdzv-conf", f"is_host={int(node == 0)},join_timeout=600,read_timeout=600"]
@@ -58,7 +67,7 @@ def test_a_dry_run_prints_one_line_a_node(capsys, monkeypatch):
         assert command[: len(TORCHRUN) + 12] == [*TORCHRUN, *meeting, *size]
         assert command[-2:] == ["--set", "launch.nodes=2"]  # the workers must see the same configuration
     assert launch_command([str(LLAMA), *TWO_NODES, "--dry-run", "--node-rank", "1"]) == 0
-    assert [shlex.split(line) for line in capsys.readouterr().out.splitlines()] == [lines[1]]
+    assert [variables_and_command(line) for line in capsys.readouterr().out.splitlines()] == [lines[1]]
 
 
 def test_the_installed_command_is_the_same(capsys):
@@ -155,7 +164,11 @@ def test_a_command_that_does_not_exist(command, capsys):
 
 
 def said(rank: int, error: str = "", at: float = 0.0) -> Verdict:
-    return Verdict(rank, not error, error, f"host{rank}", at)
+    return Verdict(rank, int(bool(error)), error, f"host{rank}", at)
+
+
+def stopped(rank: int) -> Verdict:
+    return Verdict(rank, 75, "stopped by SIGTERM: step 5 is saved", f"host{rank}", 2.0)
 
 
 def reported(rank: int, code: int) -> str:
@@ -196,6 +209,16 @@ ENDINGS = {
     ),
     "an exit without a word": ([said(0)], 1, reported(1, 3), 1, "rank 1 on node7 ended with exit code 3"),
     "torchrun itself was killed": ([], -9, "", 1, "2 of 2 ranks ended before they could say how; exit code -9"),
+    "all were stopped": ([stopped(0), stopped(1)], 1, reported(0, 75), 75, "stopped by SIGTERM: step 5 is saved"),
+    "one was stopped and one is gone": ([stopped(0)], 1, reported(1, -9), 1, "rank 1 on node7 was killed by SIGKILL"),
+    "one was stopped and one failed": ([stopped(0), said(1, "boom", at=1.0)], 1, "", 1, "rank 1 on host1 failed: boom"),
+    "all refuse alike": (
+        [Verdict(rank, 2, "train.steps = 0", "host", 0.0) for rank in range(2)],
+        1,
+        reported(0, 2),
+        2,
+        "train.steps = 0",
+    ),
     "a failure outlives exit code 0": ([said(0), said(1, "ValueError: boom")], 0, "", 1, "rank 1 on host1 failed"),
 }
 
@@ -216,10 +239,10 @@ def test_a_node_may_hold_any_ranks():
 
 
 def test_a_verdict_is_read_back(tmp_path):
-    verdict.write(tmp_path / "v", 3, ok=False, error="ValueError: boom")
-    verdict.write(tmp_path / "v", 0, ok=True)
+    verdict.write(tmp_path / "v", 3, code=1, error="ValueError: boom")
+    verdict.write(tmp_path / "v", 0, code=0)
     verdicts = verdict.read_all(tmp_path / "v")
-    assert sorted(verdicts) == [0, 3] and verdicts[0].ok and not verdicts[3].ok
+    assert sorted(verdicts) == [0, 3] and verdicts[0].code == 0 and verdicts[3].code == 1
     assert verdicts[3].error == "ValueError: boom" and verdicts[3].host and verdicts[3].time_s > 0
     verdict.clear(tmp_path / "v", 3)  # torchrun starts the rank again
     verdict.clear(tmp_path / "absent", 3)
@@ -235,13 +258,20 @@ rank, case = int(os.environ["RANK"]), sys.argv[1]
 folder = os.environ["RINGFLASH_VERDICT_DIR"]
 if case != "well" and rank == 2:
     if case == "raise":
-        verdict.write(folder, rank, ok=False, error="ValueError: boom")
+        verdict.write(folder, rank, code=1, error="ValueError: boom")
         sys.exit(1)
     if case == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-if case in ("raise", "kill", "wait"):
+if case in ("raise", "kill"):
     time.sleep(60)
-verdict.write(folder, rank, ok=True)
+if case == "stop":
+    def stop(number, frame):
+        verdict.write(folder, rank, code=75, error=f"stopped by {number}")
+        sys.exit(75)
+    signal.signal(signal.SIGUSR1, stop)
+    open(f"{folder}/up{rank}", "w").close()
+    time.sleep(60)
+verdict.write(folder, rank, code=0)
 if case == "abort" and rank == 2:
     time.sleep(1)
     os.abort()
@@ -273,7 +303,7 @@ def test_R99_a_run_under_torchrun(stub, case, capfd):
     code, message = RUNS[case]
     stale = Path(stub(case).verdict_setting(0)[VERDICT_VARIABLE])
     for rank in range(4):  # an earlier run of the name said that all was well
-        verdict.write(stale, rank, ok=True)
+        verdict.write(stale, rank, code=0)
     started = time.monotonic()
     ending = torchrun.start(replace(stub(case), node=0))
     assert time.monotonic() - started < 30
@@ -296,6 +326,21 @@ def test_R101_two_runs_on_one_host_do_not_meet(stub):
 
 def metrics(stub) -> list[str]:
     return [f"metrics.dir={stub('well').config.metrics.dir}"]
+
+
+def test_a_warning_reaches_every_rank_and_their_code_comes_back(stub):
+    config = load(DEMO, [*metrics(stub), "checkpoint.every=5", "launch.max_restarts=1"])
+    folder = Path(stub("stop").verdict_setting(0)[VERDICT_VARIABLE])
+
+    def warn_the_launcher():
+        while len(list(folder.glob("up*"))) < 4:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=warn_the_launcher).start()
+    folder.mkdir(parents=True)
+    assert torchrun.start(replace(stub("stop"), config=config, node=0)) == (75, f"stopped by {int(signal.SIGUSR1)}")
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_a_signal_ends_the_whole_run(tmp_path, monkeypatch):

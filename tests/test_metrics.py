@@ -15,7 +15,7 @@ from train.config import load
 from train.evaluation import Result
 from train.evaluation.result import Cell, Range
 from train.metrics import METRICS, MetricsWriter, StepRecord
-from train.sinks import progress_line
+from train.sinks import JsonlSink, progress_line
 
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.toml"
 RECORD = StepRecord(
@@ -155,6 +155,46 @@ def test_an_earlier_run_of_the_name_is_kept(tmp_path):
             metrics.write(replace(RECORD, step=step))
     assert lines(tmp_path)[1]["step"] == 8
     assert lines(tmp_path, "metrics.previous.jsonl")[1]["step"] == 7
+
+
+class Killed(BaseException):
+    """Ends the process in the middle of a call, as far as files can tell."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a killed process closes no file
+@pytest.mark.parametrize("call", ["fsync", "replace 1", "replace 2"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_R96_a_kill_while_the_old_rows_are_taken_over_loses_none(tmp_path, monkeypatch, call, moment):
+    folder = tmp_path / "demo"
+    sink = JsonlSink(folder, {"kind": "header"})
+    for step in (1, 2, 3, 4):
+        sink.write({"step": step})
+    sink.close(failed=True)
+    (folder / "metrics.previous.jsonl").write_text('{"kind": "step", "step": 2, "stale": 1}\n')
+    name, _, number = call.partition(" ")
+    calls, real = [], getattr(sinks.os, name)
+
+    def killing(*arguments):
+        calls.append(arguments)
+        last = len(calls) == int(number or 1)
+        if last and moment == "before":
+            raise Killed
+        real(*arguments)
+        if last:
+            raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(sinks.os, name, killing)
+        JsonlSink(folder, {"kind": "header"}, after=3)
+    JsonlSink(folder, {"kind": "header"}, after=3).close(failed=False)
+    assert lines(tmp_path) == [{"kind": "header"}, *({"kind": "step", "step": step} for step in (1, 2, 3))]
+
+
+def test_R96_a_file_of_an_older_run_is_not_taken_for_this_one(tmp_path):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "metrics.previous.jsonl").write_text('{"kind": "step", "step": 1}\n')
+    JsonlSink(tmp_path / "demo", {"kind": "header"}, after=3).close(failed=False)
+    assert lines(tmp_path) == [{"kind": "header"}]
 
 
 def test_one_progress_line_a_step(tmp_path, capsys):

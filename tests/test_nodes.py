@@ -78,11 +78,11 @@ if not died.exists():
     dist.barrier()
     if rank == 1:
         died.touch()
-        verdict.write(folder, rank, ok=False, error="ValueError: boom")
+        verdict.write(folder, rank, code=1, error="ValueError: boom")
         sys.exit(1)
     dist.barrier()  # never done: the peer is gone
 dist.destroy_process_group()
-verdict.write(folder, rank, ok=total.item() == 2)
+verdict.write(folder, rank, code=int(total.item() != 2))
 """
 
 
@@ -106,4 +106,4 @@ def test_a_process_that_dies_is_started_again_on_all_nodes(count, overrides, env
     assert (tmp_path / "died").exists()
     verdicts = [verdict.read_all(tmp_path / "demo" / "verdict" / f"node{node}") for node in range(count)]
     assert sorted(rank for node in verdicts for rank in node) == [0, 1]
-    assert all(one.ok for node in verdicts for one in node.values())
+    assert all(one.code == 0 for node in verdicts for one in node.values())

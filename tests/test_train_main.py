@@ -81,7 +81,7 @@ def test_bad_input_is_one_sentence(config, monkeypatch, capsys, tmp_path, case, 
     assert message in printed
     assert printed.count("\n") == 1
     left = verdict.read_all(tmp_path / "verdict")[local_rank]
-    assert not left.ok
+    assert left.code == 2
     assert message in left.error
 
 
@@ -103,7 +103,7 @@ def torchrun(config, *overrides):
 
 def test_a_run_from_end_to_end(config):
     done, verdicts = torchrun(config)
-    assert [(rank, verdicts[rank].ok) for rank in sorted(verdicts)] == [(0, True), (1, True)], done.stderr
+    assert [(rank, verdicts[rank].code) for rank in sorted(verdicts)] == [(0, 0), (1, 0)], done.stderr
     assert done.returncode == 0, done.stderr
     folder = config.parent / "runs" / "run"
     header, *steps = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
@@ -120,7 +120,7 @@ def test_a_refusal_after_the_start_is_one_sentence_too(config):
     sentences = [line for line in done.stderr.splitlines() if line.startswith("ringflash: ")]
     assert sentences == ["ringflash: model.config.hiden_act is not a key of 'llama': did you mean 'hidden_act'?"]
     assert done.returncode != 0
-    assert not verdicts[0].ok
+    assert verdicts[0].code == 2
     assert "hiden_act" in verdicts[0].error
 
 

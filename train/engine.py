@@ -39,6 +39,10 @@ class Engine:
         self._clip_norm = config.optimizer.clip_norm
         self._accumulation = batch.accumulation
         self._num_ranks = world.size
+        self._skips = False
+        self._own_norm: Tensor | None = None
+        optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        self._torch_step, optimizer.step = optimizer.step, self._update
 
     @staticmethod
     def _initialize(model: nn.Module, config: Config, batch: Batch) -> Any:
@@ -86,16 +90,32 @@ class Engine:
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
 
-    def step(self, lr: float) -> float:
-        """Update the weights after the last micro-batch of a window; returns the gradient norm before clipping."""
+    def step(self, lr: float, *, skip: bool = False) -> float:
+        """Update the weights after the last micro-batch of a window; returns the gradient norm before clipping.
+
+        skip: only forget the gradients. So it is, too, where their norm is not finite: then it returns NaN.
+        """
+        self._skips = skip
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
-        norm = None
+        self._own_norm = None
         if self._zero == 0:  # DeepSpeed keeps no norm there, and clips by none unless asked
             limit = self._clip_norm or math.inf
-            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+            self._own_norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)
         self._engine.step()
-        return float(self._engine.get_global_grad_norm() if norm is None else norm)
+        return self._norm()
+
+    def _norm(self) -> float:
+        """The gradient norm of this step, NaN for what is not finite: DeepSpeed makes -1 of it, or keeps an old one."""
+        if getattr(self._engine.optimizer, "overflow", False):
+            return math.nan
+        norm = float(self._engine.optimizer._global_grad_norm if self._own_norm is None else self._own_norm)
+        return norm if 0 <= norm < math.inf else math.nan
+
+    def _update(self, closure: None = None) -> None:
+        """What DeepSpeed calls as the torch optimizer's step, once the norm is known."""
+        if not self._skips and math.isfinite(self._norm()):
+            self._torch_step()
 
     def pieces(self) -> list[Piece]:
         """What this rank holds of the weights, in fp32, and of the optimizer's state, as views."""

@@ -4,6 +4,7 @@ Called by `__main__`.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,14 +12,16 @@ import torch
 
 import ringflash
 
-from . import data, flops, model, probe
+from . import data, flops, model, out_of_memory, probe, stopping
 from .config import Batch, Config
 from .data import Sequence, Window, Windows
 from .engine import Engine, cutter, learning_rate
 from .evaluation import Evaluator
 from .metrics import MetricsWriter, StepRecord
+from .nonfinite import Guard
 from .resume import resume
 from .saver import Progress, Saver
+from .watch import Watch, end_process
 from .world import World
 
 SETTLE_S = 20
@@ -32,6 +35,7 @@ class Run:
     windows: for each step this ring's micro-batches
     saver, progress: the checkpoints, and where the run goes on from
     evaluator: None unless [evaluation] asks for it during training
+    request, guard, watch: a signal to stop, steps that are not finite, hangs and ranks that are gone
     shape: for counting FLOPs; peak_tflops: of one device, or None and the reason
     """
 
@@ -43,13 +47,19 @@ class Run:
     saver: Saver
     progress: Progress
     evaluator: Evaluator | None
+    request: stopping.Request
+    guard: Guard
+    watch: Watch
     shape: flops.ModelShape
     peak_tflops: float | None
     peak_missing: str | None
 
 
-def prepare(config: Config, world: World) -> Run:
-    """Data, model and engine of a run, tested. Raises: ValueError for what cannot be trained, before any step."""
+def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_process) -> Run:
+    """Data, model and engine of a run, tested. Raises: ValueError for what cannot be trained, before any step.
+
+    fail: see `Watch`
+    """
     batch = config.batch(world.size)
     tokenizer = data.tokenizer_of(config.data, config.model.config["vocab_size"])
     length = config.sequence.length
@@ -67,7 +77,11 @@ def prepare(config: Config, world: World) -> Run:
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
     saver = Saver(config, world, engine, windows)
     progress = resume(config, world, engine, windows)
-    return Run(config, world, batch, engine, windows, saver, progress, evaluator, shape, peak, missing)
+    request = stopping.Request(heeded=config.checkpoint.every is not None)
+    return Run(
+        config, world, batch, engine, windows, saver, progress, evaluator, request, Guard(config, world),
+        Watch(config, world, fail), shape, peak, missing,
+    )  # fmt: skip
 
 
 def build_engine(config: Config, world: World) -> Engine:
@@ -81,26 +95,46 @@ def build_engine(config: Config, world: World) -> Engine:
     return Engine(model.build(config, world.device, cutter(config, batch)), config, batch, world)
 
 
-def fit(run: Run) -> None:
-    """Train up to train.steps, write the metrics of each step, save and evaluate where they are due."""
+def fit(run: Run) -> str | None:
+    """Train up to train.steps, write the metrics of each step, save and evaluate where they are due.
+
+    Returns None; or, where a signal stopped it before its end, what is saved. Raises: NonFiniteError, OutOfMemoryError,
+    CheckpointError.
+    """
     facts = {"world_size": run.world.size, "device": str(run.world.device), "torch": torch.__version__}
-    first, tokens_seen = run.progress
-    with MetricsWriter(
+    (first, tokens_seen), last = run.progress, run.config.train.steps
+    writer = MetricsWriter(
         run.config, global_rank=run.world.rank, mfu_null_reason=run.peak_missing, facts=facts, after=first
-    ) as metrics:
+    )
+    with run.request, run.watch, writer as metrics:
         try:
-            for step in range(first + 1, run.config.train.steps + 1):
-                record = train_step(run, step, tokens_seen=tokens_seen)
+            for step in range(first + 1, last + 1):
+                with out_of_memory.explained(run.config, run.watch):
+                    record = train_step(run, step, tokens_seen=tokens_seen)
                 tokens_seen = record.tokens_seen
                 metrics.write(record)
+                run.watch.took(record.step_time_s)
+                run.watch.begin(step, "save")
+                done = Progress(step, tokens_seen)
+                if record.stop_signal and step < last:
+                    return stopping.sentence(record.stop_signal, step, run.saver.save(done))
                 if run.saver.due(step):
-                    run.saver.start(Progress(step, tokens_seen))
+                    run.saver.start(done)
                 if run.evaluator and run.evaluator.due(step):
-                    metrics.write_evaluation(run.evaluator(run.engine, Progress(step, tokens_seen)))
-                    run.world.gather([0.0])  # the next step is not timed while rank 0 still draws
+                    evaluate(run, run.evaluator, done, metrics)
+            run.watch.begin(last, "end")
             run.saver.wait()
         finally:
             run.saver.settle(SETTLE_S)
+    return None
+
+
+def evaluate(run: Run, evaluator: Evaluator, done: Progress, metrics: MetricsWriter) -> None:
+    """What [evaluation] asks for, between two steps. All ranks must call it."""
+    begin = lambda: run.watch.begin(done.step, "evaluation")  # noqa: E731
+    metrics.write_evaluation(evaluator(run.engine, done, begin=begin))
+    begin()
+    run.world.gather([0.0])  # the next step is not timed while rank 0 still draws
 
 
 def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:
@@ -108,26 +142,24 @@ def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:
 
     step: counted from 1; tokens_seen: before it
     """
-    world, engine = run.world, run.engine
-    start = time.perf_counter()
+    world, start = run.world, time.perf_counter()
+    run.watch.begin(step, "data")
     window = next(run.windows)
     waited = time.perf_counter() - start
     counts = count(run, window)
-    loss_sum = torch.zeros((), device=world.device)
-    for micro in window:
-        ids, labels, layout = place(run, micro)
-        local_sum = engine(layout.shard(ids), layout.shard(labels), layout)
-        engine.backward(local_sum, valid_targets=counts.valid_targets)
-        loss_sum += local_sum.detach()
+    losses = forward_backward(run, step, window, counts.valid_targets)
+    run.watch.begin(step, "update")
     rate = learning_rate(step, run.config.optimizer, steps=run.config.train.steps)
-    grad_norm = engine.step(rate)
-    mine = [loss_sum.item(), time.perf_counter() - start, waited, peak_memory(world.device), run.saver.failed]
-    ended = world.gather(mine)
+    grad_norm = run.engine.step(rate, skip=not np.isfinite(losses).all())
+    run.guard.check(step, window, losses, grad_norm)
+    world.settle()
+    signal, unsaved = float(run.request.signal), float(run.saver.failed)
+    ended = world.gather([signal, time.perf_counter() - start, waited, peak_memory(world.device), unsaved])
     if ended[:, 4].any():
         run.saver.wait()  # which raises on all ranks
     return StepRecord(
         step=step,
-        loss_sum=float(ended[:, 0].sum()),
+        loss_sum=float(losses.sum()),
         valid_tokens=counts.valid_targets,
         tokens=counts.tokens,
         padding=run.batch.global_batch * run.config.sequence.length - counts.tokens,
@@ -141,7 +173,24 @@ def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:
         dense_flops=counts.flops.dense,
         attention_flops=counts.flops.attention,
         peak_tflops=run.peak_tflops,
+        stop_signal=int(ended[:, 0].max()),
     )
+
+
+def forward_backward(run: Run, step: int, window: Window, valid_targets: int) -> np.ndarray:
+    """The gradient of a window. Returns the loss sums of all ranks, float64 [ranks, micro-batches].
+
+    valid_targets: of all ranks
+    """
+    sums = []
+    for micro in window:
+        ids, labels, layout = place(run, micro)
+        run.watch.begin(step, "forward")
+        local_sum = run.engine(layout.shard(ids), layout.shard(labels), layout)
+        run.watch.begin(step, "backward")
+        run.engine.backward(local_sum, valid_targets=valid_targets)
+        sums.append(local_sum.detach())
+    return run.world.gather(torch.stack(sums).tolist())
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class StepRecord:
     num_gpus: processes of the world
     dense_flops, attention_flops: model FLOPs, see flops.FORMULA
     peak_tflops: dense peak of one device; None if unknown
+    stop_signal: that asked any rank to stop, 0 for none
     """
 
     step: int
@@ -50,6 +51,7 @@ class StepRecord:
     dense_flops: int
     attention_flops: int
     peak_tflops: float | None
+    stop_signal: int = 0
 
 
 def loss(record: StepRecord) -> Number:

@@ -17,7 +17,7 @@ from .evaluation import Result, in_json
 
 Row = Mapping[str, float | int | None]
 
-WANDB_CLOSE_TIMEOUT_S = 60
+WANDB_CLOSE_TIMEOUT_S = 30
 """How long the end of a run waits for wandb."""
 
 
@@ -35,21 +35,26 @@ class JsonlSink:
     """`metrics.jsonl` in the folder of the run: a header, then one line a step, each flushed.
 
     A file that is already there is of an earlier process: it is kept as `metrics.previous.jsonl`, and its rows up to
-    the step `after` come first, so that a resumed run has one row a step. Numbers that JSON has no word for are the
-    strings "nan", "inf" and "-inf", which float() reads.
+    the step `after` come first, so that a resumed run has one row a step. They are written to `metrics.partial.jsonl`,
+    which takes the place of the old file when it holds all of them: a kill at any moment loses none. Numbers that JSON
+    has no word for are the strings "nan", "inf" and "-inf", which float() reads.
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any], *, after: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path, previous = folder / "metrics.jsonl", folder / "metrics.previous.jsonl"
+        path, partial, previous = (folder / f"metrics.{word}" for word in ("jsonl", "partial.jsonl", "previous.jsonl"))
+        if partial.exists() and not path.exists():
+            os.replace(partial, path)  # killed between the two moves below: it was whole
+        rows = list(_steps(path)) if path.exists() else []
+        self._file = partial.open("w", encoding="utf-8")
+        self._line(header)
+        for row in rows:
+            if row["step"] <= after:
+                self._line(row)
+        os.fsync(self._file.fileno())
         if path.exists():
             os.replace(path, previous)
-        self._file = path.open("w", encoding="utf-8")
-        self._line(header)
-        if after and previous.exists():
-            for row in _steps(previous):
-                if row["step"] <= after:
-                    self._line(row)
+        os.replace(partial, path)
 
     def write(self, row: Row) -> None:
         self._line({"kind": "step", **in_json(row)})

@@ -1,7 +1,8 @@
 """What each worker says about its own end.
 
-An exit code may lie: DeepSpeed on CPU aborts at teardown in about one run in ten. So a worker writes `rank<r>.json` as
-the last thing before it exits, and the launcher reads the folder and judges by it. No torch here.
+torchrun makes 1 of every exit code of a worker but 0, and counts those that it ended itself among them. So a worker
+writes `rank<r>.json` as the last thing before it exits, and the launcher reads the folder and judges by it. No torch
+here.
 """
 
 import json
@@ -11,22 +12,28 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75
+"""Exit codes: the run is over; it failed; it was refused before any step; a signal stopped it, what it did is saved."""
+
 
 class Verdict(NamedTuple):
-    """The end of one rank: when (seconds since the epoch), where, and why if it was not a success."""
+    """The end of one rank: its exit code, when (seconds since the epoch), where, and why it is not DONE."""
 
     rank: int
-    ok: bool
+    code: int
     error: str
     host: str
     time_s: float
 
 
-def write(directory: str | Path, rank: int, *, ok: bool, error: str = "") -> None:
-    """Leave the verdict of a rank in the folder, whole or not at all. `error` is the cause, type and message."""
+def write(directory: str | Path, rank: int, *, code: int, error: str = "") -> None:
+    """Leave the verdict of a rank in the folder, whole or not at all.
+
+    error: of a failure type and message, otherwise the sentence that all ranks say
+    """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    verdict = Verdict(rank, ok, error, socket.gethostname(), time.time())
+    verdict = Verdict(rank, code, error, socket.gethostname(), time.time())
     partial = folder / f"rank{rank}.partial"
     partial.write_text(json.dumps(verdict._asdict()), encoding="utf-8")
     os.replace(partial, folder / f"rank{rank}.json")

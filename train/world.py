@@ -27,6 +27,9 @@ from .config import Config
 VERDICT_VARIABLE = "RINGFLASH_VERDICT_DIR"
 """Folder for the verdict of this rank; set by `launch`, absent under a bare torchrun."""
 
+RECORDER_VARIABLE, RECORDER_ENTRIES = "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"
+"""Collectives that PyTorch's flight recorder keeps, for the report on a hang; unless the environment says otherwise."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -37,6 +40,7 @@ class Place:
     local_rank: int
     local_size: int
     verdict_dir: str | None
+    under_torchrun: bool = False
 
     @classmethod
     def from_environment(cls) -> "Place":
@@ -46,6 +50,7 @@ class Place:
             local_rank=int(os.environ.get("LOCAL_RANK", 0)),
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
             verdict_dir=os.environ.get(VERDICT_VARIABLE),
+            under_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
         )
 
 
@@ -58,6 +63,7 @@ class World:
     data_rank, data_size: which of how many sequences of a global batch this ring takes
     control: all ranks over gloo, for a few numbers a step on the host, so that a GPU is never waited for
     writing: the same ranks again, for the thread that writes a checkpoint meanwhile
+    lifeline, board: for `watch`: all ranks over gloo, broken by a rank that is gone; words that all ranks can read
     """
 
     rank: int
@@ -68,6 +74,8 @@ class World:
     data_size: int
     control: dist.ProcessGroup
     writing: dist.ProcessGroup
+    lifeline: dist.ProcessGroup
+    board: dist.Store
 
     def gather(self, numbers: list[float]) -> np.ndarray:
         """The same few numbers of every rank, float64 [size, len(numbers)], on every rank. All ranks must call it."""
@@ -75,6 +83,11 @@ class World:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self.control)
         return torch.stack(rows).numpy()
+
+    def settle(self) -> None:
+        """Wait for the GPU of this rank, so that what it does is timed."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A plain value of every rank, on every rank, for what is rare. All ranks must call it."""
@@ -116,7 +129,10 @@ def connect(config: Config, device: torch.device) -> World:
         timeout_s=config.train.timeout_s,
     )
     control, writing = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-    return World(rank, size, device, ring, rank // shared, data_size, control, writing)
+    lifeline = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+    store: Any = dist.distributed_c10d._get_default_store()
+    board = store.clone()  # another thread may be waiting in the first
+    return World(rank, size, device, ring, rank // shared, data_size, control, writing, lifeline, board)
 
 
 def device_of(place: Place) -> torch.device:
@@ -155,6 +171,8 @@ def _seed(config: Config, device: torch.device) -> None:
 def _init(config: Config, place: Place, device: torch.device) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
     timeout = timedelta(seconds=config.train.timeout_s)
+    if backend == "nccl":
+        os.environ.setdefault(RECORDER_VARIABLE, RECORDER_ENTRIES)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:

@@ -5,6 +5,7 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --gpus-per-node=8
 #SBATCH --output=/data/runs/Long_1m/slurm-%j.log
+#SBATCH --signal=USR1@300
 #SBATCH --partition=gpu
 #SBATCH --time=7-00:00:00
 #SBATCH --mem=0
@@ -17,7 +18,9 @@ export NCCL_IB_RETRY_CNT=7
 export NCCL_IB_TIMEOUT=22
 export NCCL_SOCKET_IFNAME='=ib0'
 export OMP_NUM_THREADS=1
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export FIRST_NODE=${hosts%%$'\n'*}
 # one torchrun a node; when one fails, srun ends the others

@@ -169,6 +169,8 @@ class Train(Section):
     """Seed of the weights and of the order of the documents."""
     deterministic: bool = False
     """Whether repeated runs give bitwise the same gradients."""
+    max_nonfinite: Annotated[int, Field(ge=0)] = 0
+    """Steps with a loss or gradient of NaN or infinity that are passed over, weights untouched; one more ends it."""
     timeout_s: Count = 600
     """Seconds after which a rank that waits for another gives up."""
     self_test: bool = True
@@ -263,6 +265,8 @@ class Launch(Section):
     """Port on the first machine where several machines meet; one machine alone takes a free one."""
     join_timeout_s: Count = 600
     """Seconds until all machines must have met."""
+    stop_timeout_s: Count = 300
+    """Seconds that a run told to stop has for the end of its step and a checkpoint; then it is killed."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """Times that torchrun starts all processes again after one has failed; each is a new start of the run."""
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+$")] | None = None

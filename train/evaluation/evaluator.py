@@ -4,7 +4,7 @@ Called by `loop` and `standalone`.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -35,18 +35,21 @@ class Evaluator:
         every = self._config.evaluation.every
         return every is not None and (step % every == 0 or step == self._config.train.steps)
 
-    def __call__(self, engine: Engine, progress: Progress) -> Result:
-        """Evaluate the model as it is. All ranks must call it, and all get the same numbers."""
+    def __call__(self, engine: Engine, progress: Progress, *, begin: Callable[[], None] = lambda: None) -> Result:
+        """Evaluate the model as it is. All ranks must call it, and all get the same numbers.
+
+        begin: called before each forward pass, for who looks out for hangs
+        """
         start = time.perf_counter()
-        by_position, cells = self._by_position(engine), self._cells(engine)
+        by_position, cells = self._by_position(engine, begin), self._cells(engine, begin)
         time_s = time.perf_counter() - start
         return Result(*progress, float(self._world.gather([time_s]).max()), by_position, cells)
 
-    def _by_position(self, engine: Engine) -> list[Range]:
+    def _by_position(self, engine: Engine, begin: Callable[[], None]) -> list[Range]:
         if self._held_out is None:
             return []
         ranges = list(zip(self._borders[:-1], self._borders[1:], strict=True))
-        sums = add_up(engine, self._world, self._mark(self._held_out), num_rows=len(ranges))
+        sums = add_up(engine, self._world, self._mark(self._held_out), num_rows=len(ranges), begin=begin)
         return [
             Range(first, stop - 1, targets, loss / targets if targets else None)
             for (first, stop), (loss, _, targets) in zip(ranges, sums, strict=True)
@@ -63,10 +66,10 @@ class Evaluator:
             rows = np.searchsorted(self._borders, positions, side="right") - 1
             yield Marked(sequence, rows, documents)
 
-    def _cells(self, engine: Engine) -> list[Cell]:
+    def _cells(self, engine: Engine, begin: Callable[[], None]) -> list[Cell]:
         if self._haystack is None:
             return []
-        sums = add_up(engine, self._world, self._haystack, num_rows=len(self._haystack.cells))
+        sums = add_up(engine, self._world, self._haystack, num_rows=len(self._haystack.cells), begin=begin)
         return [
             Cell(length, depth, targets, loss / targets, hits / targets)
             for (length, depth), (loss, hits, targets) in zip(self._haystack.cells, sums, strict=True)

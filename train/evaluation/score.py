@@ -3,7 +3,7 @@
 Letters: S tokens of one packed sequence.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -34,8 +34,12 @@ class Totals(NamedTuple):
     targets: int
 
 
-def add_up(engine: Engine, world: World, marked: Iterable[Marked], *, num_rows: int) -> list[Totals]:
+def add_up(
+    engine: Engine, world: World, marked: Iterable[Marked], *, num_rows: int, begin: Callable[[], None]
+) -> list[Totals]:
     """One pass over the sequences, those of a global batch on a ring each. All ranks must call it with the same.
+
+    begin: called before each forward pass
 
     Each target counts once, in float64, so the sums do not depend on the mesh but for rounding in the model.
     Raises: ValueError, on all ranks, if they hold different sequences.
@@ -44,6 +48,7 @@ def add_up(engine: Engine, world: World, marked: Iterable[Marked], *, num_rows: 
     stream = iter(marked)
     with engine.evaluating():
         while mine := _next(stream, world):
+            begin()
             table += _score(engine, world, mine, num_rows)
     sums = world.gather(table.flatten().tolist()).sum(0).reshape(num_rows, 3)
     return [Totals(loss, hits, int(targets)) for loss, hits, targets in sums.tolist()]
