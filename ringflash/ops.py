@@ -149,8 +149,7 @@ def describe(q: Tensor, k: Tensor, pieces: tuple[Tensor | None, ...], flags: tup
     return f"attention({shapes}, {rest}, layout and documents {digest.hexdigest()[:12]})"
 
 
-@torch.library.custom_op("ringflash::attention", mutates_args=())
-def attention(
+def _attention(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
     causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
     group: str, ulysses: int, timeout_s: float,
@@ -178,7 +177,16 @@ def attention(
     return call.gather(out), call.gather_rows(lse)
 
 
-@attention.register_fake
+# Not by `custom_op`, whose way through autograd takes the host 0.1 ms a call: more than launching a kernel does.
+_LIBRARY = torch.library.Library("ringflash", "FRAGMENT")
+_LIBRARY.define(
+    "attention" + torch.library.infer_schema(_attention, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
+)
+_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
+attention = torch.ops.ringflash.attention.default
+
+
+@torch.library.register_fake("ringflash::attention", lib=_LIBRARY)
 def _(q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group, ulysses, timeout_s):
     batch, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=torch.float32)
@@ -215,20 +223,27 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx, inputs, output) -> None:
-    q, k, v, segments, cu_seqlens, bounds, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output, segments, cu_seqlens, bounds)
-    ctx.set_materialize_grads(False)
+class _Differentiable(torch.autograd.Function):
+    """`attention` with its gradients, for the dispatcher's autograd key."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = attention(*inputs)
+        q, k, v, segments, cu_seqlens, bounds, *ctx.rest = inputs
+        ctx.save_for_backward(q, k, v, *output, segments, cu_seqlens, bounds)
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        q, k, v, out, lse, segments, cu_seqlens, bounds = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        elif dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        grads = attention_backward(dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, *ctx.rest)
+        return *grads, *(None,) * 11
 
 
-def _gradients(ctx, dout: Tensor | None, dlse: Tensor | None):
-    q, k, v, out, lse, segments, cu_seqlens, bounds = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    elif dout.stride(-1) != 1:
-        dout = dout.contiguous()
-    grads = attention_backward(dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, *ctx.rest)
-    return *grads, *(None,) * 11
-
-
-attention.register_autograd(_gradients, setup_context=_save)
+_LIBRARY.impl("attention", lambda *inputs: _Differentiable.apply(*inputs), "Autograd")
