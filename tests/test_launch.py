@@ -47,8 +47,7 @@ def test_a_dry_run_prints_the_command_of_one_node(path, processes, capsys, monke
     [line] = capsys.readouterr().out.splitlines()
     (threads, *stopping, folder), command = variables_and_command(line)
     assert folder == f"{VERDICT_VARIABLE}=runs/{path.stem}/verdict/node0" and threads == "OMP_NUM_THREADS=1"
-    # where nothing is saved, a signal ends the processes at once
-    assert stopping == ([] if path == DEMO else [f"{SIGNALS_VARIABLE}={SIGNALS}", f"{PATIENCE_VARIABLE}=300"])
+    assert stopping == [f"{SIGNALS_VARIABLE}={SIGNALS}", f"{PATIENCE_VARIABLE}=300"]
     worker = ["-m", "train", str(path), "--set", "train.steps=400"]
     size = ["--nnodes", "1", "--nproc-per-node", str(processes), "--max-restarts", "0"]
     assert command == [*TORCHRUN, "--standalone", *size, *worker]
@@ -100,19 +99,13 @@ def test_an_evaluation_starts_the_processes_of_the_run(capsys):
     """Its verdicts lie apart, since the run may still be training; nothing of [data] is needed."""
     words = ["eval", str(DEMO), "--checkpoint", "runs/a b/7", "--set", "data.path=/absent"]
     assert main([*words, "--dry-run"]) == 0
-    evaluation = shlex.split(capsys.readouterr().out)
+    (*variables, folder), command = variables_and_command(capsys.readouterr().out)
+    assert folder == f"{VERDICT_VARIABLE}=runs/demo/evaluation/verdict/node0"
     assert main(["launch", str(DEMO), "--set", "data.path=/absent", "--dry-run"]) == 0
-    training = shlex.split(capsys.readouterr().out)
-    assert evaluation[1] == f"{VERDICT_VARIABLE}=runs/demo/evaluation/verdict/node0" != training[1]
-    assert evaluation == [
-        *training[:1],
-        evaluation[1],
-        *training[2:],
-        "--set",
-        'checkpoint.resume="runs/a b/7"',
-        "--evaluate",
-    ]
-    assert load(DEMO, [evaluation[-2]]).checkpoint.resume == "runs/a b/7"
+    (*of_training, other), training = variables_and_command(capsys.readouterr().out)
+    assert variables == of_training and folder != other
+    assert command == [*training, "--set", 'checkpoint.resume="runs/a b/7"', "--evaluate"]
+    assert load(DEMO, [command[-2]]).checkpoint.resume == "runs/a b/7"
 
 
 @pytest.mark.parametrize(("package", "trainer"), [("launch", "train"), ("ringflash.launch", "ringflash.train")])

@@ -73,11 +73,14 @@ def test_R114_a_step_on_cpus_without_triton(pool, texts):
 
 
 def test_R108_a_step_leaves_nothing_behind(pool, texts):
-    """Without documents, because layouts and plans of the last ones are kept, and differ in size."""
+    """Without documents, because layouts and plans of the last ones are kept, and differ in size.
+
+    Less is allowed: what the worker did before may fall to the collector meanwhile.
+    """
     whole = {"path": str(texts), "document_mask": False}
     config = training.config_of(texts, mesh=(1, 2, 1), zero=2, steps=24, data=whole)
     for early, late in pool(2)(training.held, config, (8, 24)):
-        assert late == early
+        assert {name: late[name] for name in late if late[name] > early[name]} == {}, early
 
 
 def test_R59_without_any_label_nothing_moves(pool, texts):
