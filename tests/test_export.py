@@ -87,6 +87,8 @@ def test_R82_from_pretrained_has_the_weights_and_the_logits(runs, tmp_path, name
     assert (tmp_path / "out" / "generation_config.json").is_file()
     assert (tmp_path / "out" / "tokenizer.json").is_file() == (config.model.pretrained is not None)
     assert not list((tmp_path / "out").glob("*.py")) and not list(tmp_path.glob("*.partial"))
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").glob("*.safetensors")}
+    assert modes == {(tmp_path / "out").stat().st_mode & 0o666}  # a team reads them
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for the old name

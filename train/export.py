@@ -109,7 +109,9 @@ def save_shards(named: Iterable[tuple[str, Tensor]], folder: Path, *, stem: str,
     total = 0
 
     def flush() -> None:
-        save_file(shard, folder / f"{stem}.{len(shards)}.partial", metadata={"format": "pt"})
+        partial = folder / f"{stem}.{len(shards)}.partial"
+        save_file(shard, partial, metadata={"format": "pt"})
+        partial.chmod(folder.stat().st_mode & 0o666)  # the library makes files for their owner alone
         shards.append(list(shard))
         shard.clear()
 
