@@ -186,6 +186,8 @@ FAULTS = [
         "another memory order than the compiler was told", "ringflash/ring.py",
         "dq = fill(q.shape, dtype=q.dtype, device=q.device)", "dq = fill(q.mT.shape, dtype=q.dtype).mT",
         "tests/test_op.py::test_opcheck[causal]",
+    ),
+    Fault(
         "a sequence that fills up the rings is counted twice", "train/evaluation/score.py",
         "np.full_like(like.sequence.labels, IGNORED), [0, 1]", "like.sequence.labels, like.sequence.cu_seqlens",
         "tests/test_evaluation.py::test_R67_an_evaluation_over_a_mesh_is_that_of_one_process[(4, 1, 1)-0]",

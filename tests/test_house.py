@@ -191,3 +191,14 @@ def test_nothing_happens_at_import():
         "after = dict(os.environ), threading.active_count(), torch.get_num_threads(), torch.get_default_dtype()\n"
         "assert before == after and not torch.cuda.is_initialized() and not torch.distributed.is_initialized()"
     )
+
+
+def test_every_fault_of_the_mutants_can_still_be_planted():
+    """Its text is there once, and the test that must see it exists."""
+    from mutants import FAULTS
+
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    for fault in FAULTS:
+        assert (REPO / fault.file).read_text(encoding="utf-8").count(fault.old) == 1, fault
+        file, test = fault.test.split("::")
+        assert f"def {test.partition('[')[0]}(" in (REPO / file).read_text(encoding="utf-8"), fault
