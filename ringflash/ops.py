@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,7 +151,21 @@ def describe(q: Tensor, k: Tensor, pieces: tuple[Tensor | None, ...], flags: tup
     return f"attention({shapes}, {rest}, layout and documents {digest.hexdigest()[:12]})"
 
 
-def _attention(
+# Not by `custom_op`, whose way through autograd takes the host 0.1 ms a call: more than launching a kernel does.
+_LIBRARY = torch.library.Library("ringflash", "FRAGMENT")
+
+
+def _op(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Define the op ringflash::<name of body>, on all devices, with the schema that its annotations give."""
+    name = body.__name__
+    _LIBRARY.define(name + torch.library.infer_schema(body, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+    op: Callable[..., Any] = getattr(torch.ops.ringflash, name).default
+    return op
+
+
+@_op
+def attention(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
     causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
     group: str, ulysses: int, timeout_s: float,
@@ -175,15 +191,6 @@ def _attention(
         q_heads, k_heads, v_heads = call.scatter([q, k, v])
         out, lse = ring.forward(q_heads, k_heads, v_heads, call.plan, call.ring, call.kernel, scale=scale)
     return call.gather(out), call.gather_rows(lse)
-
-
-# Not by `custom_op`, whose way through autograd takes the host 0.1 ms a call: more than launching a kernel does.
-_LIBRARY = torch.library.Library("ringflash", "FRAGMENT")
-_LIBRARY.define(
-    "attention" + torch.library.infer_schema(_attention, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
-)
-_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
-attention = torch.ops.ringflash.attention.default
 
 
 @torch.library.register_fake("ringflash::attention", lib=_LIBRARY)

@@ -95,7 +95,7 @@ def is_kernel_or_op(node: ast.FunctionDef) -> bool:
     """Triton, Gluon and torch.library fix the form of these: flat arguments, by position."""
     return any(
         word in " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
-        for word in ("triton.jit", "gluon.jit", "custom_op", "register_fake")
+        for word in ("triton.jit", "gluon.jit", "_op", "register_fake")
     )
 
 
