@@ -115,3 +115,14 @@ def exhausted(config: Config) -> str:
     finally:
         run.engine.close()
     return "it went on"
+
+
+def counted(config: Config) -> int:
+    """Body: how many steps that were not finite a run knows of which goes on behind the second."""
+    run = loop.prepare(config, training.join(config))
+    run.guard.met = 2
+    loop.fit(run)
+    run.engine.close()
+    again = loop.prepare(config, training.join(config))
+    again.engine.close()
+    return again.guard.met

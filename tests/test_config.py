@@ -319,6 +319,14 @@ def test_bf16_gradients_are_not_accumulated_without_zero():
         demo("parallel.zero=0", "model.dtype=bfloat16")
 
 
+@pytest.mark.skipif(not Path("/proc/sys").is_dir(), reason="needs a folder that is there and takes no file")
+def test_a_folder_that_is_there_and_takes_no_file_is_refused(tmp_path):
+    config = demo(f"metrics.dir={tmp_path}", "checkpoint.dir=/proc/sys")
+    with pytest.raises(ConfigError, match=r"checkpoint.dir = '/proc/sys' cannot be written"):
+        check_paths(config)
+    check_paths(config, trains=False)
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     config = demo(f"metrics.dir={tmp_path}/file/below")

@@ -124,6 +124,8 @@ def test_an_evaluation_without_a_checkpoint_is_refused(pool, texts, held_out, tm
         texts, held_out, mesh=(1, 2, 1), evaluation={"sources": [], "positions": None, "needle": {}}
     )
     assert "there is nothing to evaluate" in pool(2)(evaluating.evaluate_checkpoint, nothing)[0]
+    trained_on = evaluating.config_of(held_out, held_out, mesh=(1, 2, 1))
+    assert "is not held out" in pool(2)(evaluating.evaluate_checkpoint, trained_on)[0]
 
 
 def test_each_held_out_document_is_read_once_and_always_in_one_order(held_out, texts):

@@ -11,11 +11,12 @@ import training
 from conftest import error
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringflash
 from train import export, loop, lora, model
 
+STRETCHED = {"type": "linear", "factor": 4.0}
 ROPE = {"type": "dynamic", "factor": 2.0, "original_length": 24}
 TIED = training.LLAMA | {"tie_word_embeddings": True}
 LORA = {"rank": 3, "alpha": 6, "targets": ["q_proj", "down_proj"]}
@@ -25,7 +26,7 @@ RUNS = {
     "tied-bf16": (None, (1, 2, 1), 2, {"model": {"architecture": "llama", "config": TIED, "dtype": "bfloat16"}}),
     "dynamic": (None, (1, 2, 1), 1, {"model": {"architecture": "llama", "config": training.LLAMA, "rope": ROPE}}),
     "experts": ("qwen3_moe", (1, 2, 1), 3, {}),
-    "lora": ("llama", (1, 2, 1), 3, {"lora": LORA, "train": {"trainable": "lora"}}),
+    "lora": ("llama", (1, 2, 1), 3, {"lora": LORA, "train": {"trainable": "lora"}, "model": {"rope": STRETCHED}}),
 }
 
 
@@ -97,7 +98,9 @@ def test_an_adapter_is_loaded_by_peft_and_gives_the_logits(runs, tmp_path):
     export.export(path, tmp_path / "out")
     saved = [key for key in FileSystemReader(path).read_metadata().state_dict_metadata if "decoder." in key]
     assert len(saved) == 3 * 8 and all(lora.is_adapter(key) for key in saved), "weights and two moments of adapters"
-    got = PeftModel.from_pretrained(training.from_folder(config.model.pretrained), tmp_path / "out").eval()
+    trained_with = AutoConfig.from_pretrained(tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(config.model.pretrained, config=trained_with)
+    got = PeftModel.from_pretrained(base, tmp_path / "out").eval()
     for key, parameter in got.named_parameters():
         assert torch.equal(parameter, weights[key.removeprefix("base_model.model.")]), key
     adapters = [weight for key, weight in weights.items() if lora.is_adapter(key)]
@@ -106,7 +109,10 @@ def test_an_adapter_is_loaded_by_peft_and_gives_the_logits(runs, tmp_path):
     ringflash.hf.register(ring, name=model.ATTENTION)
     ours = model.build(config, torch.device("cpu"))
     ours.decoder.load_state_dict(weights)
-    assert error(ours(tokens(), None, ring.layout(training.LENGTH)), got(tokens()).logits) <= 1e-5
+    want = ours(tokens(), None, ring.layout(training.LENGTH))
+    assert error(want, got(tokens()).logits) <= 1e-5
+    untold = PeftModel.from_pretrained(training.from_folder(config.model.pretrained), tmp_path / "out").eval()
+    assert error(want, untold(tokens()).logits) > 1e-3, "the base folder's own frequencies are others"
 
 
 def test_the_command_says_what_it_did_or_why_not(runs, tmp_path, capsys):

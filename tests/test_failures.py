@@ -32,7 +32,7 @@ def texts(tmp_path_factory):
     return training.write_texts(tmp_path_factory.mktemp("texts"))
 
 
-def config_of(texts, folder, *, zero=1, dtype="float32", steps=4, mesh=(1, 2, 1), **train):
+def config_of(texts, folder, *, zero=1, dtype="float32", steps=4, mesh=(1, 2, 1), checkpoint=None, **train):
     keys = {"name": "tiny", "steps": steps, "global_batch": 4, "seed": 3, "self_test": False}
     return training.config_of(
         texts,
@@ -41,6 +41,7 @@ def config_of(texts, folder, *, zero=1, dtype="float32", steps=4, mesh=(1, 2, 1)
         optimizer="adamw",
         model={"architecture": "llama", "dtype": dtype, "config": training.LLAMA},
         train=keys | train,
+        checkpoint=checkpoint or {},
         metrics={"dir": str(folder), "wandb": "disabled"},
     )
 
@@ -79,6 +80,12 @@ def test_a_step_that_is_not_finite_is_named_and_touches_nothing(pool, texts, tmp
     assert np.array_equal(kept["labels"], [sequence.labels for sequence in batch])
     assert kept["cu_seqlens_3"].tolist() == batch[3].cu_seqlens and kept["numbers"].tolist() == [0, 1, 2, 3]
     assert np.isfinite(kept["losses"]).tolist() == [[True] * 4, [True, True, fault == "gradient", True]]
+
+
+def test_steps_that_are_not_finite_are_counted_over_starts(pool, texts, tmp_path):
+    """A run of nothing but NaN would otherwise come to its end by being started again."""
+    config = config_of(texts, tmp_path, zero=2, max_nonfinite=2, checkpoint={"every": 1})
+    assert pool(2)(failing.counted, config) == [2, 2]
 
 
 def test_R99_a_hang_names_rank_hop_and_peer(pool, texts, tmp_path):
@@ -229,7 +236,7 @@ def test_a_signal_saves_and_a_death_goes_on_from_what_is_saved(texts, tmp_path):
     [first] = run.saved()
     assert (code, first) == (75, run.steps()[-1])
     path = run.folder / "checkpoints" / f"step-{first:08}"
-    again = "started again, the run goes on from there"
+    again = "started again with checkpoint.resume = 'auto', the run goes on from there"
     assert said == f"ringflash: stopped by SIGTERM: step {first} is saved in {path}; {again}"
     verdicts = verdict.read_all(run.folder / "verdict" / "node0")
     assert [verdicts[rank].code for rank in range(2)] == [75, 75]

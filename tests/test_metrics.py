@@ -248,6 +248,17 @@ def test_an_evaluation_goes_to_every_sink(tmp_path, wandb, capsys):
     assert [line.get("step") for line in lines(tmp_path)] == [None, 3, 3], "a resumed run keeps what it evaluated"
 
 
+def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, wandb, capsys):
+    fake = wandb(FakeWandb())
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "evaluation").write_text("in the way")
+    with writer(tmp_path) as metrics:
+        metrics.write_evaluation(RESULT)
+    assert lines(tmp_path)[1] == {"kind": "evaluation", **RESULT.row()}
+    assert "is not drawn, the run goes on" in capsys.readouterr().err
+    assert "eval/picture" not in fake.named("log")[0] and fake.named("log")[0]["eval/needle/512/0.5"] == 0.5
+
+
 @pytest.mark.parametrize("fails_in", ["init", "define_metric", "log", "finish"])
 def test_a_failing_wandb_is_told_once_and_never_ends_a_run(tmp_path, wandb, caplog, fails_in):
     wandb(FakeWandb(fails_in=fails_in))

@@ -37,13 +37,18 @@ class Mesh(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a checkpoint is. files: name -> bytes of everything beside the manifest; config: the run's, as JSON."""
+    """What a checkpoint is.
+
+    nonfinite: steps so far that were passed over; config: the run's, as JSON; files: name -> bytes of everything beside
+    the manifest
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     format: Literal[2] = 2
     step: int
     tokens_seen: int
+    nonfinite: int
     data: dict[str, Any]
     mesh: Mesh
     config: dict[str, Any]

@@ -36,17 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder that is made; it must not exist, or be empty")
     arguments = parser.parse_args(argv)
     try:
-        export(arguments.checkpoint, arguments.out)
+        said = export(arguments.checkpoint, arguments.out)
     except (ValueError, OSError) as error:
         print(f"ringflash: {error}", file=sys.stderr)
         return 2
-    print(f"ringflash: {arguments.out} holds {arguments.checkpoint}")
+    print(f"ringflash: {arguments.out} holds {arguments.checkpoint}{said}")
     return 0
 
 
-def export(path: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def export(path: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> str:
     """Write the model of a checkpoint, or its adapters, with its config and tokenizer, into a new folder.
 
+    Returns what there is to say about loading it, or nothing.
     Raises: ValueError for a checkpoint that is not whole, or a folder that holds something; OSError.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -66,6 +67,7 @@ def export(path: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     trained = {name: p.shape for name, p in decoder.named_parameters() if p.requires_grad}
     if adapters is not None:
         lora.peft_config(adapters, settings.pretrained).save_pretrained(partial)
+        config.save_pretrained(partial)  # the rotary frequencies may be others than the folder's
         named = ((lora.stored(name), tensor.to(dtype)) for name, tensor in read(path, trained, shard_bytes))
         save_shards(named, partial, stem="adapter_model", shard_bytes=None)
     else:
@@ -76,6 +78,9 @@ def export(path: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     if out.exists():
         out.rmdir()
     partial.rename(out)
+    if adapters is None:
+        return ""
+    return f"; load its base, {settings.pretrained}, with config=AutoConfig.from_pretrained({str(out)!r})"
 
 
 def cut(name: str, tensor: Tensor) -> list[weights.Part]:

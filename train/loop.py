@@ -75,11 +75,12 @@ def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_p
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
-    saver = Saver(config, world, engine, windows)
-    progress = resume(config, world, engine, windows)
+    guard = Guard(config, world)
+    saver = Saver(config, world, engine, windows, guard)
+    progress = resume(config, world, engine, windows, guard)
     request = stopping.Request(heeded=config.checkpoint.every is not None)
     return Run(
-        config, world, batch, engine, windows, saver, progress, evaluator, request, Guard(config, world),
+        config, world, batch, engine, windows, saver, progress, evaluator, request, guard,
         Watch(config, world, fail), shape, peak, missing,
     )  # fmt: skip
 

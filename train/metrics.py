@@ -4,9 +4,11 @@ A metric is a function of the record with its unit in its name. The loop makes t
 `MetricsWriter` hands the row to the sinks of `sinks.py`, on global rank 0 only.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from .config import Config
@@ -184,8 +186,13 @@ class MetricsWriter:
         """Draw an evaluation and hand it to every sink."""
         if not self._sinks:
             return
-        picture = self._config.run_dir / "evaluation" / f"step-{result.step:08}.png"
-        draw(result, picture, name=self._config.train.name)
+        file = self._config.run_dir / "evaluation" / f"step-{result.step:08}.png"
+        picture: Path | None = file
+        try:
+            draw(result, file, name=self._config.train.name)
+        except Exception as error:  # a library may raise anything, and a picture is no reason to end a run
+            print(f"ringflash: {file} is not drawn, the run goes on: {error}", file=sys.stderr)
+            picture = None
         for sink in self._sinks:
             sink.write_evaluation(result, picture)
 

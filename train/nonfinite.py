@@ -20,12 +20,15 @@ class NonFiniteError(RuntimeError):
 
 
 class Guard:
-    """Looks at each step after it; counts those that were not finite. All ranks must call `check`."""
+    """Looks at each step after it; counts those that were not finite. All ranks must call `check`.
+
+    met: how many there were in the run; a checkpoint keeps it, so that a run that starts again does not count anew
+    """
 
     def __init__(self, config: Config, world: World) -> None:
         self._config = config
         self._world = world
-        self._met = 0
+        self.met = 0
 
     def check(self, step: int, window: Window, losses: np.ndarray, grad_norm: float) -> None:
         """Nothing if all is finite. Otherwise write the batch and say so.
@@ -35,7 +38,7 @@ class Guard:
         """
         if np.isfinite(losses).all() and math.isfinite(grad_norm):
             return
-        self._met += 1
+        self.met += 1
         allowed, shared = self._config.train.max_nonfinite, self._config.sequence_parallel
         ranks, micros = np.nonzero(~np.isfinite(losses))
         rings = sorted({int(rank) // shared for rank in ranks}) or list(range(self._world.data_size))
@@ -46,10 +49,10 @@ class Guard:
         else:
             what = f"the gradient norm is {grad_norm} on all ranks, with finite losses"
         message = f"step {step}: {what}; the batch is in {self._file(step, rings[0])}, the weights are as before it"
-        if self._met > allowed:
+        if self.met > allowed:
             raise NonFiniteError(f"{message}; train.max_nonfinite = {allowed} such steps are passed over")
         if self._world.rank == 0:
-            print(f"ringflash: {message}; it is number {self._met} of at most {allowed}", file=sys.stderr)
+            print(f"ringflash: {message}; it is number {self.met} of at most {allowed}", file=sys.stderr)
 
     def _where(self, losses: np.ndarray, rank: int, micro: int) -> str:
         """The first loss that is not finite."""

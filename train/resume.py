@@ -13,6 +13,7 @@ from .checkpoint import Found
 from .config import Config
 from .data import Windows
 from .engine import Engine
+from .nonfinite import Guard
 from .partitions import Piece
 from .saver import RANDOM, Progress, mesh_of, say, together
 from .storage import Reader, StorageError
@@ -32,7 +33,7 @@ FREE = ("checkpoint.", "evaluation.", "metrics.", "launch.", "slurm.", "kubernet
 """Keys that change nothing of what is trained."""
 
 
-def resume(config: Config, world: World, engine: Engine, windows: Windows) -> Progress:
+def resume(config: Config, world: World, engine: Engine, windows: Windows, guard: Guard) -> Progress:
     """Load what checkpoint.resume asks for. Returns where the run goes on from: (0, 0) at its start.
 
     All ranks must call it. Raises: ValueError, the same sentence on all, for a checkpoint that does not fit the run.
@@ -41,6 +42,7 @@ def resume(config: Config, world: World, engine: Engine, windows: Windows) -> Pr
     if chosen is None:
         return Progress(0, 0)
     path, manifest = chosen
+    guard.met = manifest.nonfinite
     windows.restore(manifest.data)  # before gigabytes are read: other data are refused here
     random = _load(path, world, engine, same_mesh=_reseeded(chosen, config, world) == "")
     if random is None:

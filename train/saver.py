@@ -21,6 +21,7 @@ from .checkpoint import Manifest, Mesh
 from .config import Config
 from .data import Windows
 from .engine import Engine
+from .nonfinite import Guard
 from .partitions import Piece
 from .storage import StorageError
 from .world import World
@@ -51,7 +52,8 @@ class Saver:
     could not be written, and those that were there stay.
     """
 
-    def __init__(self, config: Config, world: World, engine: Engine, windows: Windows) -> None:
+    def __init__(self, config: Config, world: World, engine: Engine, windows: Windows, guard: Guard) -> None:
+        self._guard = guard
         self._config = config
         self._world = world
         self._engine = engine
@@ -142,6 +144,7 @@ class Saver:
         return Manifest(
             step=progress.step,
             tokens_seen=progress.tokens_seen,
+            nonfinite=self._guard.met,
             data=self._windows.state(),
             mesh=mesh_of(self._config, self._world),
             config=self._config.model_dump(mode="json"),

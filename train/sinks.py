@@ -26,7 +26,7 @@ class Sink(Protocol):
 
     def write(self, row: Row) -> None: ...
 
-    def write_evaluation(self, result: Result, picture: Path) -> None: ...
+    def write_evaluation(self, result: Result, picture: Path | None) -> None: ...
 
     def close(self, *, failed: bool) -> None: ...
 
@@ -59,7 +59,7 @@ class JsonlSink:
     def write(self, row: Row) -> None:
         self._line({"kind": "step", **in_json(row)})
 
-    def write_evaluation(self, result: Result, picture: Path) -> None:
+    def write_evaluation(self, result: Result, picture: Path | None) -> None:
         self._line({"kind": "evaluation", **in_json(result.row())})
 
     def _line(self, record: Mapping[str, Any]) -> None:
@@ -90,7 +90,7 @@ class WandbSink:
     def __init__(self, config: Config, header: Mapping[str, Any]) -> None:
         self._config = config
         self._header = header
-        self._rows: SimpleQueue[Row | tuple[Result, Path] | None] = SimpleQueue()
+        self._rows: SimpleQueue[Row | tuple[Result, Path | None] | None] = SimpleQueue()
         self._failed = False
         self._thread = threading.Thread(target=self._feed, name="wandb", daemon=True)
         self._thread.start()
@@ -98,7 +98,7 @@ class WandbSink:
     def write(self, row: Row) -> None:
         self._rows.put(row)
 
-    def write_evaluation(self, result: Result, picture: Path) -> None:
+    def write_evaluation(self, result: Result, picture: Path | None) -> None:
         self._rows.put((result, picture))
 
     def close(self, *, failed: bool) -> None:
@@ -137,11 +137,13 @@ class WandbSink:
         )
 
 
-def _tracked(result: Result, picture: Path) -> dict[str, Any]:
+def _tracked(result: Result, picture: Path | None) -> dict[str, Any]:
     """An evaluation as wandb takes it: numbers, the picture, the grid as a table."""
     import wandb
 
-    row: dict[str, Any] = {**result.row(), "eval/picture": wandb.Image(str(picture))}
+    row: dict[str, Any] = dict(result.row())
+    if picture is not None:
+        row["eval/picture"] = wandb.Image(str(picture))
     if result.needle:
         columns: list[str | int] = list(result.needle[0]._fields)
         row["eval/needle/table"] = wandb.Table(columns=columns, data=[list(cell) for cell in result.needle])
@@ -167,7 +169,7 @@ class ProgressSink:
         if not self._console.is_terminal:
             self._console.print(f"step {row['step']}/{self._steps}  {line}", markup=False)
 
-    def write_evaluation(self, result: Result, picture: Path) -> None:
+    def write_evaluation(self, result: Result, picture: Path | None) -> None:
         self._console.print(evaluation_line(result), markup=False)
 
     def close(self, *, failed: bool) -> None:

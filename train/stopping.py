@@ -44,8 +44,8 @@ class Request:
 def sentence(number: int, step: int, path: Path) -> str:
     """What is said at the end."""
     return (
-        f"stopped by {signal.Signals(number).name}: step {step} is saved in {path}; started again, the run goes on "
-        "from there"
+        f"stopped by {signal.Signals(number).name}: step {step} is saved in {path}; started again with "
+        "checkpoint.resume = 'auto', the run goes on from there"
     )
 
 

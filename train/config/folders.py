@@ -1,5 +1,6 @@
 """The folders that a configuration names: are they there, do they hold something, can they be written?"""
 
+import tempfile
 from pathlib import Path
 
 from .pretrained import resolve
@@ -22,17 +23,9 @@ def check_paths(config: Config, *, trains: bool = True) -> None:
     trains: whether [data] is read; otherwise a checkpoint is evaluated
     Apart from `load`, because a login node need not have them. Raises: ConfigError.
     """
-    try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"metrics.dir = {config.metrics.dir!r} cannot be written: {error.strerror}") from None
-    if config.checkpoint.every is not None:
-        try:
-            config.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"checkpoint.dir = {str(config.checkpoint_dir)!r} cannot be written: {error.strerror}"
-            ) from None
+    _check_writable(config.run_dir, f"metrics.dir = {config.metrics.dir!r}")
+    if config.checkpoint.every is not None and trains:
+        _check_writable(config.checkpoint_dir, f"checkpoint.dir = {str(config.checkpoint_dir)!r}")
     resolve(config)
     resume = config.checkpoint.resume
     if resume not in ("auto", "no") and not Path(resume).is_dir():
@@ -48,6 +41,16 @@ def check_paths(config: Config, *, trains: bool = True) -> None:
         raise ConfigError(
             f"data.tokenizer = {config.data.tokenizer!r} is not a folder: 'bytes' or a local folder is accepted"
         )
+
+
+def _check_writable(folder: Path, named: str) -> None:
+    """Make the folder, and a file in it: one that is there may still take none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{named} cannot be written: {error.strerror}") from None
 
 
 def _check_source(source: Source, name: str) -> None:

@@ -17,6 +17,7 @@ def evaluate(config: Config, world: World) -> None:
     """
     if not (config.evaluation.sources or config.evaluation.needle.lengths):
         raise ConfigError("there is nothing to evaluate: [[evaluation.sources]] or evaluation.needle.lengths is needed")
+    data.check_apart(config.data, config.evaluation)
     evaluator = Evaluator(config, world, data.tokenizer_of(config.data, config.model.config["vocab_size"]))
     engine = loop.build_engine(config, world)
     result = evaluator(engine, load_weights(config, world, engine))
