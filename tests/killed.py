@@ -25,7 +25,14 @@ def save(folder: Path, step: int) -> None:
         (partial / name).write_bytes(name.encode() * step)
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     position = {"samples": 4 * step, "digest": step}
-    fields: dict[str, Any] = {"step": step, "tokens_seen": 0, "data": position, "mesh": MESH, "config": {}}
+    fields: dict[str, Any] = {
+        "step": step,
+        "tokens_seen": 0,
+        "nonfinite": 0,
+        "data": position,
+        "mesh": MESH,
+        "config": {},
+    }
     checkpoint.publish(partial, Manifest(**fields, versions={}, files=files))
     checkpoint.prune(folder, keep_last=1, keep_every=None)
 

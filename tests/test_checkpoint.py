@@ -103,14 +103,22 @@ def test_what_is_left_of_an_older_save_and_cannot_be_removed_ends_no_run(tmp_pat
 
 def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(tmp_path):
     partial = checkpoint.begin(tmp_path, 3)
-    fields = {"step": 3, "tokens_seen": 0, "data": {}, "mesh": killed.MESH, "config": {}, "versions": {}}
+    fields = {
+        "step": 3,
+        "tokens_seen": 0,
+        "nonfinite": 0,
+        "data": {},
+        "mesh": killed.MESH,
+        "config": {},
+        "versions": {},
+    }
     with pytest.raises(ValueError, match=r"rank-00001\.pt is not seen by rank 0.*a file system that all nodes share"):
         checkpoint.publish(partial, checkpoint.Manifest(**fields, files={"rank-00001.pt": 5}))
     assert killed.steps(tmp_path) == []
 
 
 def found(config, mesh=killed.MESH):
-    fields = {"step": 3, "tokens_seen": 0, "data": {}, "mesh": mesh, "versions": {}, "files": {}}
+    fields = {"step": 3, "tokens_seen": 0, "nonfinite": 0, "data": {}, "mesh": mesh, "versions": {}, "files": {}}
     return checkpoint.Found(Path("step-00000003"), checkpoint.Manifest(**fields, config=config))
 
 
