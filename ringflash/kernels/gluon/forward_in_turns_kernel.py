@@ -13,7 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .forward_kernel import consume, drain, first_row, request
+from .ends import first_row
+from .forward_kernel import consume, drain, request
 from .walk import job_of_turn, new_barriers, new_stages, num_turns
 
 

@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gluon.forward_kernel import first_row, issue_scores, store_lse, store_out, store_state, sum_in_thread
+from ..gluon.ends import first_row, store_lse, store_out, store_state
+from ..gluon.forward_kernel import issue_scores, sum_in_thread
 from ..gluon.walk import (
     LOG2E,
     arrive_free,
