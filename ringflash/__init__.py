@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .layouts import LAYOUTS
     from .merging import merge
+    from .routes import ARRANGEMENTS
 
 __version__ = "0.1.0"
 __all__ = [
+    "ARRANGEMENTS",
     "KERNELS",
     "LAYOUTS",
     "Explanation",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ARRANGEMENTS": "routes",
     "Explanation": "api",
     "KERNELS": "kernels",
     "LAYOUTS": "layouts",

@@ -42,6 +42,25 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float, *, once: bool =
     agreed = _agreed.setdefault(group, Agreed())
     if once and text in agreed.texts:
         return
+    texts = tell(group, text, timeout_s)
+    common = Counter(texts).most_common(1)[0][0]
+    odd = [peer for peer, other in enumerate(texts) if other != common]
+    if odd:
+        raise ValueError(
+            f"ringflash: the ranks of a ring were called with different arguments: "
+            f"rank(s) {odd} with [{texts[odd[0]]}], the others with [{common}]"
+        )
+    agreed.texts[text] = None
+    while len(agreed.texts) > MAX_TEXTS:
+        del agreed.texts[next(iter(agreed.texts))]  # the same one on every rank: they agreed in one order
+
+
+def tell(group: dist.ProcessGroup, text: str, timeout_s: float) -> list[str]:
+    """What every rank of `group` told, in the order of ranks. All must call it.
+
+    Raises: RuntimeError naming ranks that did not come in timeout_s.
+    """
+    agreed = _agreed.setdefault(group, Agreed())
     turn = agreed.turns
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = distributed_c10d._get_process_group_store(group)
@@ -56,16 +75,7 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float, *, once: bool =
     if turn:
         # everybody wrote turn t, so everybody has read turn t - 1
         store.delete_key(f"ringflash/{turn - 1}/{rank}")
-    common = Counter(texts).most_common(1)[0][0]
-    odd = [peer for peer, other in enumerate(texts) if other != common]
-    if odd:
-        raise ValueError(
-            f"ringflash: the ranks of a ring were called with different arguments: "
-            f"rank(s) {odd} with [{texts[odd[0]]}], the others with [{common}]"
-        )
-    agreed.texts[text] = None
-    while len(agreed.texts) > MAX_TEXTS:
-        del agreed.texts[next(iter(agreed.texts))]  # the same one on every rank: they agreed in one order
+    return texts
 
 
 def _missing(store: dist.Store, keys: list[str], rank: int, timeout_s: float, text: str) -> str:

@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -107,6 +108,23 @@ class Processes:
         return begun(works, names, self.members[self.rank], self.timeout_s, ops[0].tensor)
 
 
+# the groups are torch's, so there is no object of ours to keep this in
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def connect(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+    """Make the communicator of NCCL, once a group, when all its ranks call this.
+
+    It is made by the first batch, in which all must take part, and a batch of a ring may concern only some of them.
+    """
+    if device.type != "cuda" or group in _connected:
+        return
+    one = torch.zeros(1, device=device)
+    work = dist.all_reduce(one, group=group, async_op=True)
+    begun([work], ["first meeting of all ranks"], dist.get_rank(group), timeout_s, one).wait()
+    _connected.add(group)
+
+
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of this process on which messages are packed and posted."""
@@ -150,7 +168,7 @@ def begun(works: list[Any], names: list[str], rank: int, timeout_s: float, tenso
     """The batch of works that torch.distributed has started, its time kept. tensor: one that they write or read."""
     batch = Batch(works, names, rank, timeout_s, tensor.is_cuda)
     # what a CUDA graph records is not under way, and must not be asked
-    if batch.on_stream and not torch.cuda.is_current_stream_capturing():
+    if batch.on_stream and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         watcher().watch(batch)
     return batch
 
@@ -268,7 +286,8 @@ class _Handover:
         name = f"rank {self.rank}, {self.what}"
         for peer, number, into in self.tickets:
             box = self.stage.sent[peer, self.rank]
-            self.stage.until(lambda box=box, number=number: len(box) > number, f"{name}: receiving from rank {peer}")
+            sent = functools.partial(lambda box, number: len(box) > number, box, number)
+            self.stage.until(sent, f"{name}: receiving from rank {peer}")
             message, box[number] = box[number], None
             assert message is not None, "a message is waited for once"
             into.copy_(message[0])

@@ -30,6 +30,7 @@ class Layout:
     cu_seqlens: int32 [m + 1] on the CPU, borders of packed documents, or None
     bounds: int32 [2, S] on the CPU, (lo, hi) of `intervals=`, or None
     segments: int32 [n segments, 3] on the CPU: (ring rank, global start, count), ascending within a rank
+    name: which of ringflash.LAYOUTS it is
     """
 
     ring: Ring
@@ -38,6 +39,7 @@ class Layout:
     cu_seqlens: torch.Tensor | None
     bounds: torch.Tensor | None
     segments: torch.Tensor
+    name: str
 
     @property
     def local_len(self) -> int:

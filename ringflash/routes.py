@@ -11,7 +11,7 @@ own count. An element is a run of tokens of one owner which the same ranks need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,11 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .mask import Segments, View, positions
+from .mask import Segments, View, plan_one_device, positions
 
 UNIT_BYTES = 16  # what TMA wants of starts and strides: parts of a row of bytes begin at multiples of it
 HOME = -1  # the owner of a block, where a leg begins or its gradients end
 TRAVELLERS = {"keys": "keys and values", "queries": "queries"}
+
+
+NOBODY = np.zeros(0, np.int64)  # no elements
 
 
 class Leg(NamedTuple):
@@ -103,11 +106,11 @@ class Geometry(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """The sequence in elements, ascending, and who needs them. owner, start, count: int64 [E]; seen: bool [P, E]."""
+    """The sequence in elements, ascending, and who needs them. owner, start, length: int64 [E]; seen: bool [P, E]."""
 
     owner: np.ndarray
     start: np.ndarray
-    count: np.ndarray
+    length: np.ndarray
     seen: np.ndarray
 
     def at(self, geometry: Geometry, hop: int) -> np.ndarray:
@@ -116,7 +119,7 @@ class Needs(NamedTuple):
 
     def segments(self, elements: np.ndarray) -> Segments:
         """These elements as segments, neighbours joined."""
-        starts, ends = self.start[elements], (self.start + self.count)[elements]
+        starts, ends = self.start[elements], (self.start + self.length)[elements]
         if not len(starts):
             return np.zeros((0, 2), np.int64)
         breaks = np.flatnonzero(starts[1:] != ends[:-1])
@@ -125,7 +128,7 @@ class Needs(NamedTuple):
 
     def rows(self, part: np.ndarray, whole: np.ndarray) -> Rows:
         """Where the tokens of the elements `part` lie among those of `whole`."""
-        counts = self.count[whole]
+        counts = self.length[whole]
         slots = np.searchsorted(whole, part)
         begin = (np.cumsum(counts) - counts)[slots]
         end = begin + counts[slots]
@@ -233,6 +236,11 @@ class Route:
         return next((i for i in reversed(range(len(self.visits))) if self.visits[i].view), -1)
 
     @property
+    def views(self) -> tuple[View | None, ...]:
+        """What is computed at each visit."""
+        return tuple(visit.view for visit in self.visits)
+
+    @property
     def travels(self) -> bool:
         """Anything leaves any rank."""
         return any(self.hops)
@@ -279,8 +287,8 @@ class Travel:
 
     def rows(self) -> tuple[int, int]:
         """Rows of blocks and rows of gradients that all ranks send together."""
-        count = self.needs.count
-        kept, carried = (int(sum(count[held].sum() for held in sets)) for sets in (self.kept, self.carried))
+        length = self.needs.length
+        kept, carried = (int(sum(length[held].sum() for held in sets)) for sets in (self.kept, self.carried))
         return kept, carried
 
 
@@ -292,6 +300,7 @@ class Walk:
         self.offset = int(0 in travel.hops)  # the own block is the first visit
         owner = travel.needs.owner
         self.owned = [np.flatnonzero(owner == other) for other in range(travel.geometry.size)]
+        self._here: dict[tuple[int, int], np.ndarray] = {}
         self.groups: dict[int, list[int]] = {}
         for i, leg in enumerate(travel.legs):
             self.groups.setdefault(leg.visit, []).append(i)
@@ -303,12 +312,15 @@ class Walk:
 
     def here(self, sets: list[np.ndarray], visit: int) -> np.ndarray:
         """The elements that stand here at this visit, or leave from home."""
-        if visit == HOME:
-            kept = [self.elements(sets, i, self.rank) for i, leg in enumerate(self.travel.legs) if leg.parent == HOME]
-        else:
+        key = (id(sets), visit)
+        if key not in self._here:
             legs = self.travel.legs
-            kept = [self.elements(sets, i, self._owner(legs[i].hop)) for i in self.groups[visit]]
-        return np.unique(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
+            if visit == HOME:
+                kept = [self.elements(sets, i, self.rank) for i, leg in enumerate(legs) if leg.parent == HOME]
+            else:
+                kept = [self.elements(sets, i, self._owner(legs[i].hop)) for i in self.groups[visit]]
+            self._here[key] = kept[0] if len(kept) == 1 else np.unique(np.concatenate([NOBODY, *kept]))
+        return self._here[key]
 
     def _owner(self, hop: int) -> int:
         return int(self.travel.geometry.owner(self.rank, hop))
@@ -330,8 +342,9 @@ class Walk:
         legs, kept = self.travel.legs, self.travel.kept
         parents = [HOME] if visit == HOME else self.groups[visit]
         made = []
-        for target, members in self.groups.items():
-            children = [i for i in members if legs[i].parent in parents]
+        below = [i for i, leg in enumerate(legs) if leg.parent in parents]
+        for target in dict.fromkeys(legs[i].visit for i in below):
+            children = [i for i in below if legs[i].visit == target]
             sends, receives = [], []
             for i in children:
                 hop, before = legs[i].hop, self._hop(legs[i].parent)
@@ -399,7 +412,7 @@ def needs_of(what: str, lo: np.ndarray, hi: np.ndarray, segments: list[Segments]
 
     lo, hi: int32 [S], the intervals of the whole sequence; segments: of every ring rank
     """
-    extra = np.zeros(0, np.int64)
+    extra = NOBODY
     if what == "queries":
         runs = runs_of_queries(lo, hi, segments)
         extra = np.flatnonzero(np.diff(lo < hi)) + 1
@@ -440,13 +453,14 @@ class Sizes(NamedTuple):
         return blocks * self.queries + gradients * self.query_gradients
 
 
-def sizes_of(q: torch.Tensor, k: torch.Tensor, transit: torch.dtype) -> Sizes:
+def sizes_of(q: torch.Tensor, k: torch.Tensor, transit: torch.dtype, ulysses: int = 1) -> Sizes:
     """Bytes of a token of q [B, L, H, D] and k [B, L, G, D], as `travel` lays them into rows.
 
-    transit: the type of gradients under way
+    transit: the type of gradients under way; ulysses: ranks over which the heads are split
     """
-    tensors = [q.element_size() * x.shape[0] * x.shape[2] * x.shape[3] for x in (k, q)]
-    rows = -(-4 * q.shape[0] * q.shape[2] // UNIT_BYTES) * UNIT_BYTES  # lse or delta
+    heads = [max(1, x.shape[2] // ulysses) for x in (k, q)]
+    tensors = [q.element_size() * q.shape[0] * q.shape[3] * count for count in heads]
+    rows = -(-4 * q.shape[0] * heads[1] // UNIT_BYTES) * UNIT_BYTES  # lse or delta
     gradients = [size // q.element_size() * transit.itemsize for size in tensors]
     return Sizes(2 * tensors[0], 2 * gradients[0], 2 * tensors[1] + 2 * rows, gradients[1])
 
@@ -508,7 +522,7 @@ class Plan:
         if walk.offset:
             works = bool(travel.needs.seen[self.rank, own].any())
             view = self._view(what, travel.needs, own) if works else None
-            visits.append(Visit(view, True, int(travel.needs.count[own].sum()), (), 0, nothing, nothing, ()))
+            visits.append(Visit(view, True, int(travel.needs.length[own].sum()), (), 0, nothing, nothing, ()))
         for number in walk.groups:
             block, total = walk.here(travel.kept, number), walk.here(travel.carried, number)
             touched = walk.here(travel.seen, number)
@@ -516,8 +530,8 @@ class Plan:
             rows = travel.needs.rows
             visits.append(
                 Visit(
-                    view, False, int(travel.needs.count[block].sum()), walk.trips(number),
-                    int(travel.needs.count[total].sum()), rows(touched, block), rows(touched, total),
+                    view, False, int(travel.needs.length[block].sum()), walk.trips(number),
+                    int(travel.needs.length[total].sum()), rows(touched, block), rows(touched, total),
                     walk.returns(number),
                 )
             )  # fmt: skip
@@ -529,11 +543,12 @@ class Plan:
         block, own = needs.segments(elements), self._segments[self.rank]
         queries, keys = (own, block) if what == "keys" else (block, own)
 
-        def make() -> View:
+        def bounds() -> tuple[np.ndarray, np.ndarray]:
             rows = positions(queries)
-            return View(self._lo[rows], self._hi[rows], queries, keys)
+            return self._lo[rows], self._hi[rows]
 
-        return self._memo((queries.tobytes(), keys.tobytes()), make)
+        lo, hi = self._memo(queries.tobytes(), bounds)
+        return self._memo((queries.tobytes(), keys.tobytes()), lambda: View(lo, hi, queries, keys))
 
 
 class OneDevice:
@@ -541,11 +556,9 @@ class OneDevice:
 
     def __init__(self, num_keys: int, lo: np.ndarray, hi: np.ndarray) -> None:
         nothing = Rows(np.zeros((0, 2), np.int64), 0)
-        visits: Sequence[Visit] = ()
-        if (lo < hi).any():
-            view = View(lo, hi, np.array([[0, len(lo)]]), np.array([[0, num_keys]]))
-            visits = [Visit(view, True, num_keys, (), 0, nothing, nothing, ())]
-        self.forward = Route("keys", (0,) * len(visits), tuple(visits), (), nothing)
+        plan = plan_one_device(num_keys, lo, hi)
+        visits = [Visit(view, True, num_keys, (), 0, nothing, nothing, ()) for view in plan.views]
+        self.forward = Route("keys", plan.hops, tuple(visits), (), nothing)
 
     def backward(self, sizes: Sizes, rotate: str = "auto") -> Route:
         """The same: there is nothing to choose."""

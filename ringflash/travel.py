@@ -52,7 +52,14 @@ class Record:
     def read(self, block: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that lie in a block, uint8 [n, num_bytes]: views, [B, n, H, D] or [B, H, n]."""
         fields = zip(self._places, self._dtypes, self._shapes, self._dims, strict=True)
-        return [block[:, place].view(dtype).unflatten(1, shape).movedim(0, dim) for place, dtype, shape, dim in fields]
+        return [self._field(block, *field) for field in fields]
+
+    def _field(
+        self, block: torch.Tensor, place: slice, dtype: torch.dtype, shape: torch.Size, dim: int
+    ) -> torch.Tensor:
+        if not self.num_bytes:  # an empty batch
+            return torch.empty(len(block), *shape, dtype=dtype, device=block.device).movedim(0, dim)
+        return block[:, place].view(dtype).unflatten(1, shape).movedim(0, dim)
 
     def write(self, tensors: Sequence[torch.Tensor], rows: Rows, block: torch.Tensor) -> None:
         """Copy these rows of the tensors into a block."""
