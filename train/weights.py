@@ -13,15 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import lora
-
-INDEX = "model.safetensors.index.json"
-"""File that says which shard holds which tensor."""
-
-SINGLE = "model.safetensors"
-"""File of a model that is not sharded."""
-
-COMPUTED = ("rotary_emb.inv_freq",)
-"""Ends of names that old folders hold, though the model computes them."""
+from .config.heads import COMPUTED, INDEX, SINGLE
 
 Part = tuple[str, tuple[Any, ...]]
 """A tensor of a folder: its name, and the index of the parameter that it is."""
