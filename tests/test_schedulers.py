@@ -207,16 +207,6 @@ REFUSED = {
     "a name too long": ("kubernetes", [f"train.name={'a' * 41}"], "2 to 40 letters"),
     "a volume nowhere": ("kubernetes", ["kubernetes.volumes.a=b"], "kubernetes.volumes.a = 'b'"),
     "an interface list": ("slurm", ["launch.interface='ib0,ib1'"], "launch.interface = 'ib0,ib1'"),
-    "a restart that starts over": (
-        "slurm",
-        ["checkpoint.every=5", "checkpoint.resume='no'"],
-        "launch.max_restarts = 3 with checkpoint.resume = 'no'",
-    ),
-    "a restart from a checkpoint that gets old": (
-        "slurm",
-        ["checkpoint.every=5", "checkpoint.resume=/step-1"],
-        "checkpoint.resume = 'auto' or launch.max_restarts = 0 is accepted",
-    ),
     "R110 a key spelled wrong": ("kubernetes", ["kubernetes.imgae=a"], "did you mean kubernetes.image?"),
 }
 
@@ -226,11 +216,6 @@ def test_what_pods_read_and_write_outlives_them():
     shared = [Path(folder) for folder in config.kubernetes.volumes.values()]
     for path in (config.data.path, config.data.tokenizer, config.run_dir, config.checkpoint_dir):
         assert any((Path("/workspace") / path).is_relative_to(folder) for folder in shared), path
-
-
-def test_a_restart_that_goes_on_is_accepted():
-    assert job("slurm", "checkpoint.every=5").config.launch.max_restarts == 3
-    assert job("slurm", "checkpoint.every=5", "checkpoint.resume='no'", "launch.max_restarts=0")
 
 
 @pytest.mark.parametrize("case", REFUSED)

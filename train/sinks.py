@@ -45,12 +45,12 @@ class JsonlSink:
         path, partial, previous = (folder / f"metrics.{word}" for word in ("jsonl", "partial.jsonl", "previous.jsonl"))
         if partial.exists() and not path.exists():
             os.replace(partial, path)  # killed between the two moves below: it was whole
-        rows = list(_steps(path)) if path.exists() else []
+        rows = [row for row in _steps(path) if row["step"] <= after] if path.exists() else []
+        self.evaluated = {row["step"] for row in rows if row["kind"] == "evaluation"}
         self._file = partial.open("w", encoding="utf-8")
         self._line(header)
         for row in rows:
-            if row["step"] <= after:
-                self._line(row)
+            self._line(row)
         os.fsync(self._file.fileno())
         if path.exists():
             os.replace(path, previous)

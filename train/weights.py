@@ -5,6 +5,7 @@ A folder is read through memory maps; nothing in it is run. Called by `model`; `
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,18 @@ def fill_from(folder: Folder, model: Any) -> Callable[[str, nn.Module], None]:
             if parameter is not None:
                 for part, index in parts(lora.plain(f"{name}.{key}"), parameter.shape):
                     parameter[index].copy_(folder.read(part))
+
+    return fill
+
+
+def fill_later(model: Any) -> Callable[[str, nn.Module], None]:
+    """For `materialize`: of a model that a checkpoint will fill. Parameters are NaN until then: one it left is seen."""
+
+    def fill(name: str, module: nn.Module) -> None:
+        if any(buffer is not None for buffer in module._buffers.values()):
+            model._init_weights(module)
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(math.nan)
 
     return fill
 
