@@ -63,7 +63,7 @@ def refusal(config: Config) -> str:
 
 
 def restarted(config: Config) -> tuple[str, int]:
-    """Body: processes that were started again, which torchrun counts for rank 1 alone. What is said; from which step."""
+    """Body: processes that were started again, which torchrun counts for rank 1 alone. What is said; the step."""
     said = io.StringIO()
     rank_1 = {world.RESTART_VARIABLES[0]: "1"} if torch.distributed.get_rank() == 1 else {}
     with patch.dict(os.environ, rank_1), contextlib.redirect_stderr(said):

@@ -208,7 +208,7 @@ class Checkpoint(Section):
     """Checkpoints of steps that divide by this are kept too; a multiple of checkpoint.every."""
     resume: str = "auto"
     """ "auto": the newest whole checkpoint of the folder, if there is one; "no"; or the folder of one checkpoint.
-    Processes that torchrun or slurm starts again go on from the newest that their job saved since, whatever this says."""
+    Processes that torchrun or slurm starts again go on from the newest that their job saved since, whatever it says."""
 
 
 class Needle(Section):
