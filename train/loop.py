@@ -77,7 +77,7 @@ def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_p
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
-    guard = Guard(config, world)
+    guard = Guard(config, world, sequences.names)
     saver = Saver(config, world, engine, windows, guard, base=base, found=chosen)
     progress = resume(chosen, config, world, engine, windows, guard)
     request = stopping.Request(heeded=config.checkpoint.every is not None)

@@ -4,6 +4,7 @@ Everything is a pure function of (files, seed), the same on every rank, so the o
 state is small: positions in orders that can be drawn again, and the places of pieces that wait.
 """
 
+import contextlib
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -102,6 +103,17 @@ class Corpus:
             return [*encoder([documents.content(row) for row in rows])]
         except ValueError:
             return [alone(row) for row in rows]
+
+    def names(self, places: Iterable[Place]) -> list[str]:
+        """File, and line or row, of each place, read again. One that cannot be is named by its numbers."""
+        wanted = list(places)
+        named: dict[tuple[int, int, int], str] = {}
+        for source, chunk in sorted({place[:2] for place in wanted}):
+            with contextlib.suppress(OSError, ValueError):
+                rows = self.documents[source].read(chunk)
+                named |= {(source, chunk, i): self.documents[source].name(row) for i, row in enumerate(rows)}
+        numbers = "row {2} of chunk {1} of source {0}"
+        return [named.get(place[:3]) or numbers.format(*place) for place in wanted]
 
     def pieces_at(self, saved: Iterable[Sequence[int]]) -> list[Piece]:
         """The pieces that `Piece.saved` gave, in their order. Each chunk is read once, one after the other.
@@ -291,6 +303,10 @@ class Stream:
     def at(self, state: dict[str, Any]) -> "Stream":
         """The same stream where a state was taken. Raises: ValueError for a state of other data."""
         return Stream(self._corpus, length=self._length, seed=self._seed, state=state)
+
+    def names(self, places: Iterable[Place]) -> list[str]:
+        """See `Corpus.names`."""
+        return self._corpus.names(places)
 
     def pieces_at(self, saved: Iterable[Sequence[int]]) -> list[Piece]:
         """The pieces that `Piece.saved` gave, in their order. Raises: ValueError if one is not what it was."""
