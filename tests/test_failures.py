@@ -48,11 +48,10 @@ def config_of(texts, folder, *, zero=1, dtype="float32", steps=4, mesh=(1, 2, 1)
 
 def documents_on_rank_1(sequence, names):
     """What is said of the documents with tokens in the middle of a sequence, once each has been found in its file."""
-    ends = zip(sequence.cu_seqlens, sequence.cu_seqlens[1:], strict=False)
-    for (start, stop), name in zip(ends, names, strict=True):
-        assert bytes(token for token in sequence.ids[start:stop] if token < 256) in Path(name).read_bytes()
-    ends = zip(sequence.cu_seqlens, sequence.cu_seqlens[1:], strict=False)
-    held = [name for (start, stop), name in zip(ends, names, strict=True) if start < 48 and stop > 16]
+    files, held = [name.removesuffix(", 0") for name in names], []
+    for start, stop, file in zip(sequence.cu_seqlens, sequence.cu_seqlens[1:], files, strict=False):
+        assert bytes(token for token in sequence.ids[start:stop] if token < 256) in Path(file).read_bytes()
+        held += [file] if start < 48 and stop > 16 else []
     more = f" and {len(held) - 3} more documents" if len(held) > 3 else ""
     return f", in {', '.join(held[:3])}{more}"
 

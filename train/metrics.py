@@ -172,7 +172,7 @@ class MetricsWriter:
             self._add(file)
             self._add(ProgressSink(config.train.name, config.train.steps))
             if config.metrics.wandb != "disabled":
-                self._add(WandbSink(config, self._header))
+                self._add(WandbSink(config, self._header, after=self._after))
         return self
 
     def _add(self, sink: Sink) -> None:

@@ -26,11 +26,11 @@ class NonFiniteError(RuntimeError):
 class Guard:
     """Looks at each step after it; counts those that were not finite. All ranks must call `check`.
 
-    names: what a person calls the documents of these places
+    names: `Packer.names`
     met: how many there were in the run; a checkpoint keeps it, so that a run that starts again does not count anew
     """
 
-    def __init__(self, config: Config, world: World, names: Callable[[list[Place]], list[str]]) -> None:
+    def __init__(self, config: Config, world: World, names: Callable[..., list[str]]) -> None:
         self._config = config
         self._world = world
         self._names = names
@@ -82,11 +82,10 @@ class Guard:
                 layout = self._world.ring.layout(len(sequence.ids), cu_seqlens=sequence.cu_seqlens)
                 inside = np.searchsorted(sequence.cu_seqlens, layout.positions.cpu().numpy(), side="right") - 1
                 held += [place for index, place in enumerate(sequence.places) if index in inside]
-        names: list[str] = self._world.gather_objects(self._names(held))[rank]
-        if not names:
-            return ""
-        more = f" and {len(names) - SHOWN} more documents" if len(names) > SHOWN else ""
-        return f", in {', '.join(names[:SHOWN])}{more}"
+        names: list[str] = self._names(held[:SHOWN], lines=True)
+        names, number = self._world.gather_objects((names, len(held)))[rank]
+        more = f" and {number - SHOWN} more documents" if number > SHOWN else ""
+        return f", in {', '.join(names)}{more}" if names else ""
 
     @staticmethod
     def _also(ranks: np.ndarray) -> str:
@@ -99,13 +98,14 @@ class Guard:
     def _keep(self, step: int, window: Window, losses: np.ndarray) -> None:
         """The whole sequences of a ring, as numpy.load reads them. A full disk does not end the run.
 
-        ids, labels: [sequences, S]; cu_seqlens_<i>, names_<i>: documents of sequence i; numbers: which of the global
-        batch they are; losses: [ranks of the ring, micro-batches]
+        ids, labels: [sequences, S]; cu_seqlens_<i>, names_<i>: documents of sequence i, with file and byte or row;
+        numbers: which of the global batch they are; losses: [ranks of the ring, micro-batches]
         """
         world, shared = self._world, self._config.sequence_parallel
         sequences = [sequence for micro in window for sequence in micro]
         arrays: dict[str, Any] = {f"cu_seqlens_{index}": np.asarray(s.cu_seqlens) for index, s in enumerate(sequences)}
-        arrays |= {f"names_{index}": np.asarray(self._names([*s.places]), str) for index, s in enumerate(sequences)}
+        named = [self._names(sequence.places, lines=False) for sequence in sequences]
+        arrays |= {f"names_{index}": np.asarray(names, str) for index, names in enumerate(named)}
         arrays["ids"] = np.stack([sequence.ids for sequence in sequences])
         arrays["labels"] = np.stack([sequence.labels for sequence in sequences])
         arrays["numbers"] = np.arange(len(sequences)) * world.data_size + world.data_rank

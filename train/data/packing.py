@@ -90,9 +90,9 @@ class Packer:
         self._consumed += 1
         return full.close(self._length, self._pad)
 
-    def names(self, places: Iterable[Place]) -> list[str]:
+    def names(self, places: Iterable[Place], *, lines: bool) -> list[str]:
         """Where documents lie, for a person; see `Corpus.names`."""
-        return self._stream.names(places)
+        return self._stream.names(places, lines=lines)
 
     def rest(self) -> list[Sequence]:
         """The sequences that are still open where the stream has ended."""
