@@ -95,7 +95,7 @@ class WandbSink:
     def __init__(self, config: Config, header: Mapping[str, Any], *, after: int = 0) -> None:
         self._config = config
         self._header = header
-        self._id = _wandb_id(config.run_dir / WANDB_ID, goes_on=after > 0)
+        self._goes_on = after > 0
         self._rows: SimpleQueue[Row | tuple[Result, Path | None] | None] = SimpleQueue()
         self._failed = False
         self._thread = threading.Thread(target=self._feed, name="wandb", daemon=True)
@@ -135,7 +135,7 @@ class WandbSink:
             mode = "offline"
         return wandb.init(
             project=self._config.metrics.project,
-            id=self._id,
+            id=_wandb_id(self._config.run_dir / WANDB_ID, goes_on=self._goes_on),
             resume="allow",
             name=self._config.train.name,
             dir=str(self._config.run_dir),
