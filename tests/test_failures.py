@@ -237,7 +237,10 @@ class Launched:
 
 
 def test_a_signal_saves_and_a_death_goes_on_from_what_is_saved(texts, tmp_path):
-    """One rank gets SIGTERM; then, started again, one is killed and torchrun starts all; then launch gets SIGUSR1."""
+    """One rank gets SIGTERM; then, started from there, one is killed and torchrun starts all; then launch gets SIGUSR1.
+
+    The second start names the checkpoint of the first; what torchrun starts again goes on from what was saved since.
+    """
     (tmp_path / "run.toml").write_text(CONFIG.format(texts=texts, runs=tmp_path / "runs"))
     overrides = ["train.steps=100000", "train.self_test=false", "checkpoint.every=50000", "launch.max_restarts=1"]
     run = Launched(tmp_path, *overrides)
@@ -253,8 +256,10 @@ def test_a_signal_saves_and_a_death_goes_on_from_what_is_saved(texts, tmp_path):
     assert [verdicts[rank].code for rank in range(2)] == [75, 75]
 
     file = run.file()
-    run = Launched(tmp_path, *overrides)
+    run = Launched(tmp_path, *overrides, f"checkpoint.resume={path}", "checkpoint.every=20")
     run.until(first + 1, after=file)
+    while run.saved()[-1] == first:
+        run.until(run.steps()[-1] + 1, after=file)
     file = run.file()
     os.kill(run.worker(1), signal.SIGKILL)
     run.until(first + 1, after=file)
@@ -263,4 +268,5 @@ def test_a_signal_saves_and_a_death_goes_on_from_what_is_saved(texts, tmp_path):
     last = run.saved()[-1]
     assert code == 75 and said.startswith(f"ringflash: stopped by SIGUSR1: step {last} is saved")
     assert run.steps() == list(range(1, last + 1)), "each step once, whoever did it"
-    assert len(re.findall("resumes .*step-", run.log.read_text())) == 2, "torchrun started all ranks again, once"
+    one, two = re.findall(r"resumes .*step-(\d+)", run.log.read_text())
+    assert int(one) == first < int(two), "torchrun started all ranks again, once, from a checkpoint of their own"

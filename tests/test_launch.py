@@ -1,9 +1,7 @@
 """launch/: what would run, what is refused before anything runs, and how the end of a run is judged."""
 
-import multiprocessing
 import os
 import re
-import runpy
 import shlex
 import signal
 import subprocess
@@ -15,6 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import pool as pools
 import pytest
 
 from launch import torchrun
@@ -309,23 +308,15 @@ def test_R99_a_run_under_torchrun(stub, case, capfd):
         assert "FAILED" in capfd.readouterr().err  # what torchrun says is passed on
 
 
-def as_torchrun(command: list[str], variables: dict[str, str]) -> None:
-    """Body of a process: what `python -m torch.distributed.run` does, where torch is imported already."""
-    os.environ |= variables
-    sys.argv = command[2:]
-    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
-
-
 def test_R101_two_runs_on_one_host_do_not_meet(stub):
     """Ten times, by forks of one process that has imported torch: that is what takes torchrun's time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.run"])
+    context = pools.context("gloo")
     small = ["launch.processes_per_node=2", "parallel.ring=2", *metrics(stub)]
     path = {"PYTHONPATH": os.environ["PYTHONPATH"]}
     for turn in range(10):
         jobs = [replace(stub("well"), config=load(DEMO, [f"train.name=r{turn}{i}", *small])) for i in range(2)]
         processes = [
-            context.Process(target=as_torchrun, args=(torchrun.command(one, 0), one.verdict_setting(0) | path))
+            context.Process(target=pools.as_torchrun, args=(torchrun.command(one, 0), one.verdict_setting(0) | path))
             for one in jobs
         ]
         for process in processes:
