@@ -36,9 +36,7 @@ REFUSED = ", refused: "
 """Between the call of a rank and why it refuses."""
 
 
-def agree(
-    group: dist.ProcessGroup, text: str, timeout_s: float, *, once: bool = True, refusal: str = ""
-) -> None:
+def agree(group: dist.ProcessGroup, text: str, timeout_s: float, *, once: bool = True, refusal: str = "") -> None:
     """Raise on every rank of `group` unless all call this with the same text and none refuses the call.
 
     text: a description of the call, readable: it is shown when ranks differ

@@ -30,7 +30,7 @@ from .layout import segments_of
 NO_WINDOW = 0
 
 WITHOUT_DLSE = ("cudnn",)
-"""Kernels whose `delta` refuses a gradient of lse. It may come on one rank alone, so their backwards are agreed on too."""
+"""Kernels whose `delta` refuses a gradient of lse. It may come on one rank alone: their backwards are agreed on too."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -158,7 +158,7 @@ class _Call:
 
 
 def _refusal_of_dlse(kernel: Kernel, out: Tensor, dout: Tensor, dlse: Tensor | None) -> str:
-    """What the kernel says of a gradient of lse; "" without one. Only of a kernel that takes none, asked with one row."""
+    """What a kernel that takes none says of a gradient of lse, asked with one row of it; "" without one."""
     if dlse is None:
         return ""
     try:
