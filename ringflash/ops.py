@@ -29,8 +29,11 @@ from .layout import segments_of
 
 NO_WINDOW = 0
 
+WITHOUT_DLSE = ("cudnn",)
+"""Kernels whose `delta` refuses a gradient of lse. It may come on one rank alone: their backwards are agreed on too."""
 
-@functools.lru_cache(maxsize=32)
+
+@functools.lru_cache(maxsize=8)  # each holds the intervals of a whole sequence
 def make_plan(
     shape: tuple[int, int, int], segments: bytes, cu_seqlens: bytes | None, bounds: bytes | None, *,
     causal: bool, window: int, arrangement: str = "ring", inner: int = 0,
@@ -115,14 +118,23 @@ class _Call:
             if how.ulysses > 1:
                 first = ring_rank * how.ulysses
                 self.heads = Processes(self.pg, head_rank, range(first, first + how.ulysses), how.timeout_s)
-        self.name = choose(how.kernel, q, k, how.deterministic, self.ring.size if self.ring else 1).kernel
-        self.kernel: Kernel = KERNELS[self.name]
+        self.name, self.refused = how.kernel, ""
+        try:
+            self.name = choose(how.kernel, q, k, how.deterministic, self.ring.size if self.ring else 1).kernel
+        except ValueError as error:
+            self.refused = str(error)
         shape = (self.ring.rank if self.ring else 0, q.shape[1] * size, k.shape[1] * size)
         self.plan = make_plan(
             shape, _content(segments) or b"", _content(cu_seqlens), _content(bounds),
             causal=how.causal, window=how.window, arrangement=how.arrangement, inner=how.inner,
         )  # fmt: skip
         self._sizes = routes.sizes_of(q, k, self.transit, how.ulysses)
+        self._text = functools.partial(describe, q, k, (segments, cu_seqlens, bounds), how._replace(kernel=self.name))
+
+    @property
+    def kernel(self) -> Kernel:
+        """Only for a call that was not refused."""
+        return KERNELS[self.name]
 
     @property
     def way_back(self) -> routes.Route:
@@ -157,12 +169,25 @@ class _Call:
         return self.gather(x.transpose(1, 2)[..., None])[..., 0].transpose(1, 2).contiguous()
 
     def refusal(self) -> str:
-        """Why the kernel does not take this rank's part of the mask; "" if it does."""
+        """Why the kernel does not take this call or this rank's part of the mask; "" if it does."""
+        if self.refused:
+            return self.refused
         try:
             pieces_of(self.name, self.plan, lambda: self.way_back)
         except ValueError as error:
             return f"kernel={self.name!r}: {error}"
         return ""
+
+    def agree(self, refusal: str, prefix: str = "") -> None:
+        """Raise on every rank if this one refuses, or if they were called differently. prefix: of the call's text.
+
+        Ranks differ in what they see, in their cards and packages, so one may refuse alone: all must hear of it before
+        anything is sent.
+        """
+        if self.pg is not None:
+            agreement.agree(self.pg, prefix + self._text(), self.how.timeout_s, refusal=refusal)
+        if refusal:
+            raise ValueError(refusal)
 
     @property
     def shares_heads(self) -> bool:
@@ -176,6 +201,17 @@ class _Call:
             shares = x.untyped_storage().nbytes() > x.nbytes or not x.numel()
             return x.to(dtype, copy=shares)
         return ulysses.gather_kv_heads(x if self.shares_heads else x.to(dtype), self.groups, self.heads).to(dtype)
+
+
+def _refusal_of_dlse(kernel: Kernel, out: Tensor, dout: Tensor, dlse: Tensor | None) -> str:
+    """What a kernel that takes none says of a gradient of lse, asked with one row of it; "" without one."""
+    if dlse is None:
+        return ""
+    try:
+        kernel.delta(out[:, :1], dout[:, :1], dlse[:, :, :1])
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def pieces_of(name: str, plan: routes.Plan | routes.OneDevice, way_back: Callable[[], routes.Route]) -> list[int]:
@@ -236,13 +272,7 @@ def attention(
         slow_group,
     )  # fmt: skip
     call = _Call(q, k, segments, cu_seqlens, bounds, how)
-    refusal = call.refusal()
-    if call.pg is not None:
-        text = describe(q, k, (segments, cu_seqlens, bounds), how._replace(kernel=call.name))
-        # ranks differ in what they see, so one may refuse alone: all must hear of it before anything is sent
-        agreement.agree(call.pg, f"{text}, refused by {refusal}" if refusal else text, timeout_s)
-    if refusal:
-        raise ValueError(refusal)
+    call.agree(call.refusal())
     call.connect(q.device)
     with _no_autocast(q):
         q_heads, k_heads, v_heads = call.scatter([q, k, v])
@@ -275,6 +305,8 @@ def attention_backward(
     call = _Call(q, k, segments, cu_seqlens, bounds, how)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # what a caller made of -inf, NaN too, reaches no gradient
+    if call.name in WITHOUT_DLSE:
+        call.agree(_refusal_of_dlse(call.kernel, out, dout, dlse), "backward of ")
     with _no_autocast(q):
         delta = call.kernel.delta(out, dout, dlse)
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
