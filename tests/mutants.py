@@ -89,7 +89,7 @@ FAULTS = [
         "rows travel that no later hop needs", "ringflash/routes.py",
         "self.kept[leg.parent] |= self.kept[i]", "self.kept[leg.parent][:] = True",
         "tests/test_routes.py::test_rows_that_travel_are_those_that_the_rest_of_the_way_needs_row_by_row"
-        "[window-keys-contiguous]",
+        "[causal-keys-contiguous]",
     ),
     Fault(
         "whatever moves more bytes rotates", "ringflash/routes.py",
