@@ -60,7 +60,11 @@ class Job:
 
     def verdict_setting(self, node: int) -> dict[str, str]:
         """The variable that tells the processes of a node where to leave their verdicts."""
-        return {VERDICT_VARIABLE: str(self.config.run_dir / self.folder / "verdict" / f"node{node}")}
+        return {VERDICT_VARIABLE: str(self.verdict_folder(node))}
+
+    def verdict_folder(self, node: int | str) -> Path:
+        """Where the processes of a node leave their verdicts; node: "" = of any, its number follows."""
+        return self.config.run_dir / self.folder / "verdict" / f"node{node}"
 
 
 class Ending(NamedTuple):
@@ -71,12 +75,18 @@ class Ending(NamedTuple):
 
 
 def run(job: Job, command: Sequence[str], *, node: int, settings: Mapping[str, str]) -> Ending:
-    """Run the command of a node to its end and judge it. Signals that ask the launcher to end are passed on to it.
+    """Run the command of a node to its end and judge it. settings: see `supervise`."""
+    return supervise(
+        command, folder=job.verdict_folder(node), size=job.config.launch.processes_per_node, settings=settings
+    )
 
-    settings: what is added to the environment, beside the folder of verdicts
+
+def supervise(command: Sequence[str], *, folder: Path, size: int, settings: Mapping[str, str]) -> Ending:
+    """Run what starts the ranks of a node to its end and judge it. Signals that ask for an end are passed on to it.
+
+    folder: of their verdicts; size: how many they are; settings: what else is added to the environment
     """
-    added = job.verdict_setting(node) | dict(settings)
-    folder = Path(added[VERDICT_VARIABLE])
+    added = {VERDICT_VARIABLE: str(folder)} | dict(settings)
     for stale in folder.glob("rank*"):
         stale.unlink()
     process = subprocess.Popen(command, env=os.environ | added, stderr=subprocess.PIPE, process_group=0)
@@ -86,7 +96,7 @@ def run(job: Job, command: Sequence[str], *, node: int, settings: Mapping[str, s
     with _forwarding(process) as received:
         code = process.wait()
     copier.join(timeout=5)  # an orphan of the command may hold the pipe open
-    verdicts, size = sibling("train.verdict").read_all(folder), job.config.launch.processes_per_node
+    verdicts = sibling("train.verdict").read_all(folder)
     if received and len(agreed(verdicts, size)) != 1:
         return Ending(128 + received[0], f"stopped by {signal.Signals(received[0]).name}")
     return judge(verdicts, size, code=code, report=report.decode(errors="replace"))

@@ -38,7 +38,7 @@ def command(job: Job, node: int) -> list[str]:
 
 
 def script_line(job: Job, *, python: str, run_id: str, host: str, node: str, address: str | None = None) -> str:
-    """The command of any node as a line of shell, where only the node itself knows who it is.
+    """The command of any node as a line of shell, where only the node itself knows who it is. Its end is judged there.
 
     python: the interpreter
     run_id, host, node: shell that expands to the name of the rendezvous, to the name or address of the first node, and
@@ -46,7 +46,9 @@ def script_line(job: Job, *, python: str, run_id: str, host: str, node: str, add
     address: shell for the node's own name, as the others can reach it; None = what its full host name is
     """
     launch, rest = job.config.launch, shlex.join(_rest(job))
-    head = f"{shlex.quote(python)} -m {MODULE}"
+    judge = f"{shlex.quote(python)} -m {job.worker.removesuffix('train')}launch.node"
+    judged = f"{judge} {shlex.quote(str(job.verdict_folder('')))}{node} {launch.processes_per_node}"
+    head = f"{judged} {shlex.quote(python)} -m {MODULE}"
     if launch.nodes == 1:
         return f"{head} --standalone {rest}"
     meeting = f'--rdzv-backend c10d --rdzv-id "{run_id}" --rdzv-endpoint "{host}:{launch.master_port}"'

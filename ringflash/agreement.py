@@ -32,14 +32,22 @@ class Agreed:
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreed] = weakref.WeakKeyDictionary()
 
 
-def agree(group: dist.ProcessGroup, text: str, timeout_s: float, *, once: bool = True) -> None:
-    """Raise on every rank of `group` unless all call this with the same text.
+REFUSED = ", refused: "
+"""Between the call of a rank and why it refuses."""
+
+
+def agree(group: dist.ProcessGroup, text: str, timeout_s: float, *, once: bool = True, refusal: str = "") -> None:
+    """Raise on every rank of `group` unless all call this with the same text and none refuses the call.
 
     text: a description of the call, readable: it is shown when ranks differ
     once: a text that was agreed on before is not compared again
-    Raises: ValueError naming the odd ranks and both texts; RuntimeError naming ranks that did not come in timeout_s.
+    refusal: why this rank cannot make the call. One that all ranks give alike is theirs to raise
+    Raises: ValueError naming the odd ranks and both texts, or those that refuse and the reason; RuntimeError naming
+        ranks that did not come in timeout_s.
     """
     agreed = _agreed.setdefault(group, Agreed())
+    if refusal:
+        text = f"{text}{REFUSED}{refusal}"
     if once and text in agreed.texts:
         return
     turn = agreed.turns
@@ -58,6 +66,10 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float, *, once: bool =
         store.delete_key(f"ringflash/{turn - 1}/{rank}")
     common = Counter(texts).most_common(1)[0][0]
     odd = [peer for peer, other in enumerate(texts) if other != common]
+    refusing = [peer for peer, other in enumerate(texts) if REFUSED in other]
+    if odd and refusing:
+        call, _, reason = texts[refusing[0]].partition(REFUSED)
+        raise ValueError(f"ringflash: rank(s) {refusing} of a ring refuse a call: {reason} [{call}]")
     if odd:
         raise ValueError(
             f"ringflash: the ranks of a ring were called with different arguments: "

@@ -29,6 +29,9 @@ from .layout import segments_of
 
 NO_WINDOW = 0
 
+WITHOUT_DLSE = ("cudnn",)
+"""Kernels whose `delta` refuses a gradient of lse. It may come on one rank alone: their backwards are agreed on too."""
+
 
 @functools.lru_cache(maxsize=32)
 def make_plan(
@@ -70,7 +73,7 @@ class _Call:
         self, q: Tensor, k: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
         causal: bool, window: int, kernel: str, group: str, num_ulysses: int, timeout_s: float, *, deterministic: bool,
     ) -> None:  # fmt: skip
-        self.groups = k.shape[2]
+        self.groups, self.timeout_s = k.shape[2], timeout_s
         self.ring: Transport | None = None
         self.heads: Transport | None = None
         self.pg: dist.ProcessGroup | None = None
@@ -84,11 +87,19 @@ class _Call:
             if num_ulysses > 1:
                 first = ring_rank * num_ulysses
                 self.heads = Processes(self.pg, head_rank, range(first, first + num_ulysses), timeout_s)
-        self.name = choose(kernel, q, k, deterministic, self.ring.size if self.ring else 1).kernel
-        self.kernel: Kernel = KERNELS[self.name]
+        self.name, self.refused = kernel, ""
+        try:
+            self.name = choose(kernel, q, k, deterministic, self.ring.size if self.ring else 1).kernel
+        except ValueError as error:
+            self.refused = str(error)
         shape = (self.ring.rank if self.ring else 0, q.shape[1] * size, k.shape[1] * size)
         table = _content(segments) or b""
         self.plan = make_plan(shape, table, _content(cu_seqlens), _content(bounds), causal=causal, window=window)
+
+    @property
+    def kernel(self) -> Kernel:
+        """Only for a call that was not refused."""
+        return KERNELS[self.name]
 
     def scatter(self, tensors: list[Tensor]) -> list[Tensor]:
         """All heads of the local tokens -> this rank's heads of the ring rank's tokens."""
@@ -112,12 +123,25 @@ class _Call:
         return self.gather(x.transpose(1, 2)[..., None])[..., 0].transpose(1, 2).contiguous()
 
     def refusal(self) -> str:
-        """Why the kernel does not take this rank's part of the mask; "" if it does."""
+        """Why the kernel does not take this call or this rank's part of the mask; "" if it does."""
+        if self.refused:
+            return self.refused
         try:
             num_pieces(self.name, self.plan)
         except ValueError as error:
             return f"kernel={self.name!r}: {error}"
         return ""
+
+    def agree(self, text: str, refusal: str) -> None:
+        """Raise on every rank if this one refuses, or if they were called differently. text: the call, see `describe`.
+
+        Ranks differ in what they see, in their cards and packages, so one may refuse alone: all must hear of it before
+        anything is sent.
+        """
+        if self.pg is not None:
+            agreement.agree(self.pg, text, self.timeout_s, refusal=refusal)
+        if refusal:
+            raise ValueError(refusal)
 
     @property
     def shares_heads(self) -> bool:
@@ -131,6 +155,17 @@ class _Call:
             shares = x.untyped_storage().nbytes() > x.nbytes or not x.numel()
             return x.to(dtype, copy=shares)
         return ulysses.gather_kv_heads(x if self.shares_heads else x.to(dtype), self.groups, self.heads).to(dtype)
+
+
+def _refusal_of_dlse(kernel: Kernel, out: Tensor, dout: Tensor, dlse: Tensor | None) -> str:
+    """What a kernel that takes none says of a gradient of lse, asked with one row of it; "" without one."""
+    if dlse is None:
+        return ""
+    try:
+        kernel.delta(out[:, :1], dout[:, :1], dlse[:, :, :1])
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _no_autocast(q: Tensor) -> contextlib.AbstractContextManager:
@@ -179,14 +214,9 @@ def attention(
     """
     where = (group, ulysses, timeout_s)
     call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, *where, deterministic=deterministic)
+    flags = (causal, window, scale, call.name, deterministic, ulysses)
     refusal = call.refusal()
-    if call.pg is not None:
-        flags = (causal, window, scale, call.name, deterministic, ulysses)
-        text = describe(q, k, (segments, cu_seqlens, bounds), flags)
-        # ranks differ in what they see, so one may refuse alone: all must hear of it before anything is sent
-        agreement.agree(call.pg, f"{text}, refused by {refusal}" if refusal else text, timeout_s)
-    if refusal:
-        raise ValueError(refusal)
+    call.agree(describe(q, k, (segments, cu_seqlens, bounds), flags) if group else "", refusal)
     with _no_autocast(q):
         q_heads, k_heads, v_heads = call.scatter([q, k, v])
         out, lse = ring.forward(q_heads, k_heads, v_heads, call.plan, call.ring, call.kernel, scale=scale)
@@ -211,6 +241,10 @@ def attention_backward(
     call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, *where, deterministic=deterministic)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # what a caller made of -inf, NaN too, reaches no gradient
+    if call.name in WITHOUT_DLSE:
+        flags = (causal, window, scale, call.name, deterministic, ulysses)
+        text = describe(q, k, (segments, cu_seqlens, bounds), flags) if group else ""
+        call.agree(f"backward of {text}", _refusal_of_dlse(call.kernel, out, dout, dlse))
     with _no_autocast(q):
         delta = call.kernel.delta(out, dout, dlse)
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +16,11 @@ import saving
 import torch
 import training
 
-from train import data, loop, metrics, model
+from train import data, loop, metrics, model, stopping
 from train.config import Config
 from train.data.tokens import labels_of
 from train.evaluation import Evaluator, needle, standalone
+from train.evaluation import score as scoring_file
 from train.evaluation.needle import Haystack
 from train.saver import Progress
 
@@ -87,6 +90,25 @@ def train(config: Config, drawing_s: float = 0.0) -> dict[str, Any]:
 
     with patch.object(metrics, "draw", slowly):
         return saving.go(config)
+
+
+def leave(config: Config, step: int) -> tuple[str | None, int]:
+    """Body: a run; rank 1 gets SIGTERM in the evaluation behind this step. What it ended with, passes of that one."""
+    run, real, passes = loop.prepare(config, training.join(config)), scoring_file._score, []
+
+    def scoring(*args: Any) -> Any:
+        if run.watch.step == step:
+            passes.append(args)
+            if run.world.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    with patch.object(scoring_file, "_score", scoring):
+        ended = loop.fit(run)
+    for number in stopping.SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    run.engine.close()
+    return ended, len(passes)
 
 
 def evaluate_checkpoint(config: Config) -> str | None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +21,11 @@ from typing import Any
 CASE_S = 150.0  # a case that takes longer hangs
 
 
-PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "deepspeed"]
+PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.run", "deepspeed"]
+PRELOADED += ["transformers.models.llama.modeling_llama"]
 
 
-def _context(backend: str) -> Any:
+def context(backend: str) -> Any:
     """How processes start. Those without a GPU are forks of one that has imported what takes seconds and no thread."""
     if backend == "nccl":
         return multiprocessing.get_context("spawn")
@@ -30,6 +33,13 @@ def _context(backend: str) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def as_torchrun(command: list[str], variables: dict[str, str]) -> None:
+    """Body of a process of `context`: what `python -m torch.distributed.run` does, without the time to import torch."""
+    os.environ |= variables
+    sys.argv = command[2:]
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
 
 
 class World:
@@ -58,13 +68,13 @@ class World:
         return outcomes
 
     def _start(self) -> None:
-        context = _context(self.backend)
+        started = context(self.backend)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(self.size):
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.size, self.backend, port, there), daemon=True)
+            here, there = started.Pipe()
+            process = started.Process(target=_work, args=(rank, self.size, self.backend, port, there), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))

@@ -62,6 +62,16 @@ def refusal(config: Config) -> str:
     return "it started"
 
 
+def restarted(config: Config) -> tuple[str, int]:
+    """Body: processes that were started again, which torchrun counts for rank 1 alone. What is said; the step."""
+    said = io.StringIO()
+    rank_1 = {world.RESTART_VARIABLES[0]: "1"} if torch.distributed.get_rank() == 1 else {}
+    with patch.dict(os.environ, rank_1), contextlib.redirect_stderr(said):
+        run = loop.prepare(config, world.connect(config, torch.device("cpu")))
+    run.engine.close()
+    return said.getvalue(), run.progress.step
+
+
 def state_of(folder: Path) -> dict[str, Any]:
     """What a checkpoint holds, by the library's own conversion to one file: name -> value, tensors in numpy."""
     out = folder.parent / f"{folder.name}.whole"

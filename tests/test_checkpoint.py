@@ -148,6 +148,10 @@ CHANGED = {
         lambda config: config["model"]["config"].update(hidden_size=64),
         "was saved with model.config.hidden_size = 64, this run has model.config.hidden_size = 32",
     ),
+    "folder": (
+        lambda config: config["model"].update(pretrained="/moved"),
+        ["model.pretrained left out (was '/moved')"],
+    ),
     "length": (
         lambda config: config["sequence"].update(length=128),
         ["sequence.length 64 (was 128)"],
@@ -167,6 +171,25 @@ def test_a_changed_or_renamed_key_is_named(case):
     with pytest.raises(ValueError, match="the value that was saved is accepted") as refused:
         resume.compare(found(saved), now)
     assert want in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("saved", "before", "base", "folder", "fits"),
+    [
+        ("1" * 64, "/base", "1" * 64, "/moved", True),
+        ("1" * 64, "/base", "2" * 64, "/base", False),
+        (None, "/base", "2" * 64, "/base", True),  # saved before there were fingerprints
+        (None, "/base", "2" * 64, "/moved", False),
+        (None, "/base", None, "/moved", True),  # all weights are in the checkpoint
+    ],
+)
+def test_adapters_stand_beside_the_weights_that_they_were_trained_with(saved, before, base, folder, fits):
+    one = found({"model": {"pretrained": before}})
+    one = one._replace(manifest=one.manifest.model_copy(update={"base": saved}))
+    if fits:
+        return resume.check_base(one, folder, base)
+    with pytest.raises(ValueError, match=r"adapters of model.pretrained = '/base' .* whose weights may be others"):
+        resume.check_base(one, folder, base)
 
 
 def test_the_sections_rules():

@@ -44,6 +44,19 @@ def piece(*ids):
     return Piece(ids, labels_of(ids), Place(0, 0, 0, 0, len(ids)))
 
 
+def test_a_document_is_named_and_by_its_numbers_where_it_is_gone(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(f'{{"text": "{text}"}}\n\n' for text in ("one", "two", "three")))
+    source = Source(path=str(file), format="jsonl", field="text")
+    stream = Stream(Corpus(Data(sources=[source], shuffle=False), ByteTokenizer()), length=14, seed=0)
+    packed = Packer(stream, length=14, pad=257)
+    places = next(packed).places
+    assert packed.names(places, lines=True) == [f"{file}, line {line}" for line in (1, 3, 5)]
+    assert packed.names(places, lines=False) == [f"{file}, {byte}" for byte in (0, 17, 34)]
+    file.unlink()
+    assert packed.names(places[1:], lines=True) == [f"row {row} of chunk 0 of source 0" for row in (1, 2)]
+
+
 def test_R50_labels_stay_inside_documents():
     (packed,) = Packer(iter([piece(10, 11, 12), piece(20, 21)]), length=5, pad=0)
     assert packed.ids.tolist() == [10, 11, 12, 20, 21]

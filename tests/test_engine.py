@@ -112,7 +112,7 @@ def test_R116_attention_probe_names_the_first_layer_that_is_off(pool, fault):
     assert len(set(refusals)) == 1
 
 
-def test_more_processes_than_gpus_names_both(monkeypatch):
+def test_R104_more_processes_than_gpus_names_both(monkeypatch):
     monkeypatch.setattr(world.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(world.torch.cuda, "device_count", lambda: 2)
     assert world.device_of(world.Place(1, 2, 1, 2, None)).index == 1

@@ -100,6 +100,11 @@ def test_training_is_bitwise_the_same_with_evaluations_and_a_checkpoint_evaluate
     pictures = sorted(path.name for path in (config.run_dir / "evaluation").iterdir())
     assert pictures == [f"step-{step:08}.png" for step in (2, 4, 5)]
 
+    if zero == 2:
+        left_evaluations_are_made_when_a_run_goes_on(
+            pool, evaluating.config_of(texts, held_out, folder=tmp_path / "left", evaluation={"every": 2}, **shared),
+            rows[1], [run["after"] for run in want],
+        )  # fmt: skip
     assert pool(2)(evaluating.evaluate_checkpoint, config) == [None, None]
     written = json.loads((config.run_dir / "evaluation.json").read_text())
     assert written["step"] == 5 and written["loss"] == found[-1]["eval/loss"]
@@ -110,6 +115,31 @@ def test_training_is_bitwise_the_same_with_evaluations_and_a_checkpoint_evaluate
     assert np.mean([cell["loss"] for cell in cells]) == pytest.approx(found[-1]["eval/needle/loss"]) and len(cells) == 6
     assert (config.run_dir / "evaluation.png").stat().st_size > 10_000
     assert rows[1] == list(map(json.loads, metrics_of(config).read_text().splitlines())), "not touched"
+
+
+def left_evaluations_are_made_when_a_run_goes_on(pool, config, want, weights):
+    """One that a signal ends, one at the end, and one before which the run died; none is made twice.
+
+    want: the rows of a run that nothing interrupted; weights: with which it ended
+    """
+
+    def rows(wanted=None):
+        found = wanted or map(json.loads, metrics_of(config).read_text().splitlines())
+        timeless = [{name: x for name, x in row.items() if not name.endswith(("_s", "_per_gpu"))} for row in found]
+        return [row for row in timeless if row["kind"] != "header"]
+
+    for step, made in ((2, []), (4, [2]), (5, [2, 4])):
+        for said, passes in pool(2)(evaluating.leave, config, step):
+            assert said.startswith(f"stopped by SIGTERM: step {step} is saved in ")
+            assert passes == 1, "no other pass once any rank was asked"
+        assert [row["step"] for row in rows() if row["kind"] == "evaluation"] == made
+    assert [run["after"] for run in pool(2)(evaluating.train, config)] == weights
+    assert rows() == rows(want)
+    assert pool(2)(evaluating.leave, config, 5) == [(None, 0)] * 2
+    lines = metrics_of(config).read_text().splitlines(keepends=True)
+    metrics_of(config).write_text("".join(lines[:-1]))
+    pool(2)(evaluating.train, config)
+    assert rows() == rows(want)
 
 
 def metrics_of(config):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from unittest.mock import patch
 
 import pytest
+import saving
 import torch
 import training
 from conftest import error
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringflash
-from train import export, loop, lora, model
+from train import export, loop, lora, model, weights
+from train.config import Config
 
 STRETCHED = {"type": "linear", "factor": 4.0}
 ROPE = {"type": "dynamic", "factor": 2.0, "original_length": 24}
@@ -31,16 +35,23 @@ RUNS = {
 
 
 def trained(config):
-    """Body: one step, saved; the weights of rank 0, and whether a run that resumes has the same."""
-    results = []
-    for _ in range(2):
-        run = loop.prepare(config, training.join(config))
-        if not results:
-            loop.fit(run)
-        results.append(run.engine.full_parameters())
-        run.engine.close()
+    """Body: one step, saved; the weights of rank 0, whether a run that resumes has the same, tensors read by each."""
+    results, real, read = [], weights.Folder.read, [[], []]
+
+    def reading(folder, name):
+        read[len(results)].append(name)
+        return real(folder, name)
+
+    with patch.object(weights.Folder, "read", reading):
+        for _ in range(2):
+            run = loop.prepare(config, training.join(config))
+            if not results:
+                loop.fit(run)
+            results.append(run.engine.full_parameters())
+            run.engine.close()
     same = all(torch.equal(weight, results[1][name]) for name, weight in results[0].items())
-    return {name.removeprefix("decoder."): weight for name, weight in results[0].items()}, same
+    named = {name.removeprefix("decoder."): weight for name, weight in results[0].items()}
+    return named, same, [len(names) for names in read]
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +69,11 @@ def runs(pool, tmp_path_factory):
             (folder / "tokenizer.json").write_text("{}")
             (folder / "code.py").write_text("")
             config = training.pretrained(folder, texts, **given)
-        weights, same = pool(2)(trained, config)[0]
+        after, same, (first, again) = pool(2)(trained, config)[0]
         assert same, f"{name} resumes with other weights"
-        made[name] = config, weights, config.checkpoint_dir / "step-00000001"
+        assert bool(first) == (family is not None)
+        assert again == (first if name == "lora" else 0), "weights that a checkpoint holds are not read before"
+        made[name] = config, after, config.checkpoint_dir / "step-00000001"
     return made
 
 
@@ -113,6 +126,20 @@ def test_an_adapter_is_loaded_by_peft_and_gives_the_logits(runs, tmp_path):
     assert error(want, got(tokens()).logits) <= 1e-5
     untold = PeftModel.from_pretrained(training.from_folder(config.model.pretrained), tmp_path / "out").eval()
     assert error(want, untold(tokens()).logits) > 1e-3, "the base folder's own frequencies are others"
+
+
+def test_adapters_go_on_beside_their_base_wherever_it_is_and_beside_no_other(pool, runs, tmp_path):
+    config = runs["lora"][0]
+    moved = shutil.copytree(config.model.pretrained, tmp_path / "moved")
+    tables = config.model_dump(exclude_unset=True)
+    tables["model"]["pretrained"] = str(moved)
+    again = Config.model_validate(tables)
+    assert pool(2)(saving.refusal, again) == ["it started"] * 2
+    file = sorted(moved.glob("*.safetensors"))[0]
+    save_file({name: tensor * 1.001 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    for said in pool(2)(saving.refusal, again):
+        assert f"holds adapters of model.pretrained = {config.model.pretrained!r} (fingerprint " in said
+        assert f"this run has {str(moved)!r} (fingerprint " in said
 
 
 def test_the_command_says_what_it_did_or_why_not(runs, tmp_path, capsys):

@@ -46,6 +46,16 @@ def config_of(texts, folder, *, zero=1, dtype="float32", steps=4, mesh=(1, 2, 1)
     )
 
 
+def documents_on_rank_1(sequence, names):
+    """What is said of the documents with tokens in the middle of a sequence, once each has been found in its file."""
+    files, held = [name.removesuffix(", 0") for name in names], []
+    for start, stop, file in zip(sequence.cu_seqlens, sequence.cu_seqlens[1:], files, strict=False):
+        assert bytes(token for token in sequence.ids[start:stop] if token < 256) in Path(file).read_bytes()
+        held += [file] if start < 48 and stop > 16 else []
+    more = f" and {len(held) - 3} more documents" if len(held) > 3 else ""
+    return f", in {', '.join(held[:3])}{more}"
+
+
 CASES = [(0, "float32", "nan"), (1, "float32", "inf"), (2, "bfloat16", "gradient"), (3, "float32", "gradient")]
 CASES += [(3, "bfloat16", "inf"), (1, "bfloat16", "nan")]
 
@@ -66,16 +76,17 @@ def test_a_step_that_is_not_finite_is_named_and_touches_nothing(pool, texts, tmp
         "inf": "the loss is inf on rank 1, in sequence 2 of 0 to 3",
         "gradient": "the gradient norm is nan on all ranks, with finite losses",
     }[fault]
-    assert first["said"] == [
-        f"ringflash: step 2: {what}; the batch is in {file}, the weights are as before it; it is number 1 of at most 1"
-    ]
-    assert first["refusal"].startswith(f"step 4: {what}; ")
+    batch = training.batches_of(config, "all")[1]
+    [said] = first["said"]
+    told, _, rest = said.removeprefix(f"ringflash: step 2: {what}").partition("; ")
+    assert rest == f"the batch is in {file}, the weights are as before it; it is number 1 of at most 1"
+    assert re.fullmatch(rf"step 4: {re.escape(what)}[^;]*; .*", first["refusal"])
     assert first["refusal"].endswith("train.max_nonfinite = 1 such steps are passed over")
     losses = [record.loss_sum for record in first["records"]]
     assert [math.isfinite(value) for value in losses] == [True, fault == "gradient", True]
     assert not math.isfinite(first["records"][1].grad_norm) or fault == "inf"
     kept = np.load(file)
-    batch = training.batches_of(config, "all")[1]
+    assert told == (documents_on_rank_1(batch[2], kept["names_2"]) if fault != "gradient" else "")
     assert np.array_equal(kept["ids"], [sequence.ids for sequence in batch])
     assert np.array_equal(kept["labels"], [sequence.labels for sequence in batch])
     assert kept["cu_seqlens_3"].tolist() == batch[3].cu_seqlens and kept["numbers"].tolist() == [0, 1, 2, 3]
@@ -226,7 +237,10 @@ class Launched:
 
 
 def test_a_signal_saves_and_a_death_goes_on_from_what_is_saved(texts, tmp_path):
-    """One rank gets SIGTERM; then, started again, one is killed and torchrun starts all; then launch gets SIGUSR1."""
+    """One rank gets SIGTERM; then, started from there, one is killed and torchrun starts all; then launch gets SIGUSR1.
+
+    The second start names the checkpoint of the first; what torchrun starts again goes on from what was saved since.
+    """
     (tmp_path / "run.toml").write_text(CONFIG.format(texts=texts, runs=tmp_path / "runs"))
     overrides = ["train.steps=100000", "train.self_test=false", "checkpoint.every=50000", "launch.max_restarts=1"]
     run = Launched(tmp_path, *overrides)
@@ -242,8 +256,10 @@ def test_a_signal_saves_and_a_death_goes_on_from_what_is_saved(texts, tmp_path):
     assert [verdicts[rank].code for rank in range(2)] == [75, 75]
 
     file = run.file()
-    run = Launched(tmp_path, *overrides)
+    run = Launched(tmp_path, *overrides, f"checkpoint.resume={path}", "checkpoint.every=20")
     run.until(first + 1, after=file)
+    while run.saved()[-1] == first:
+        run.until(run.steps()[-1] + 1, after=file)
     file = run.file()
     os.kill(run.worker(1), signal.SIGKILL)
     run.until(first + 1, after=file)
@@ -252,4 +268,5 @@ def test_a_signal_saves_and_a_death_goes_on_from_what_is_saved(texts, tmp_path):
     last = run.saved()[-1]
     assert code == 75 and said.startswith(f"ringflash: stopped by SIGUSR1: step {last} is saved")
     assert run.steps() == list(range(1, last + 1)), "each step once, whoever did it"
-    assert len(re.findall("resumes .*step-", run.log.read_text())) == 2, "torchrun started all ranks again, once"
+    one, two = re.findall(r"resumes .*step-(\d+)", run.log.read_text())
+    assert int(one) == first < int(two), "torchrun started all ranks again, once, from a checkpoint of their own"

@@ -80,7 +80,8 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def by_document(name: str, borders: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+@functools.cache  # in each process, for the rings that share it
+def by_document(name: str, borders: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The reference in fp64: each document alone through the model's own attention. Logits [1, borders[-1], V]."""
     model = make(name).double()
     ids, dlogits = sample()
@@ -110,7 +111,7 @@ def compare(name: str, layout_name: str, ulysses: int, borders: list[int] | None
     if ring.group is not None:
         for grad in got.values():
             dist.all_reduce(grad)
-    want_logits, want = by_document(name, borders or [0, SEQ])
+    want_logits, want = by_document(name, tuple(borders or (0, SEQ)))
     return {"logits": error(logits, want_logits)} | {key: error(got[key], want[key]) for key in want}
 
 

@@ -229,6 +229,19 @@ def test_wandb_is_offline_with_a_step_axis_of_its_own(tmp_path, wandb):
     assert fake.named("finish") == [0]
 
 
+def test_R97_a_run_that_goes_on_is_the_same_to_wandb_and_one_that_begins_is_another(tmp_path, wandb):
+    fake = wandb(FakeWandb())
+    for after in (0, 75, 80, 0):
+        with writer(tmp_path, after=after):
+            pass
+    first, second, third, anew = (init["id"] for init in fake.named("init"))
+    assert first == second == third != anew and all(init["resume"] == "allow" for init in fake.named("init"))
+    (tmp_path / "demo" / "wandb.id").write_text("")  # killed before it was written
+    with writer(tmp_path, after=80):
+        pass
+    assert fake.named("init")[-1]["id"] == (tmp_path / "demo" / "wandb.id").read_text().strip() != ""
+
+
 def test_an_evaluation_goes_to_every_sink(tmp_path, wandb, capsys):
     fake = wandb(FakeWandb())
     with writer(tmp_path) as metrics:
@@ -310,10 +323,13 @@ def test_a_run_that_failed_says_so_to_wandb(tmp_path, wandb):
     assert fake.named("finish") == [1]
 
 
-def test_a_real_offline_run(tmp_path, caplog):
+def test_R97_a_real_offline_run_and_what_goes_on_from_it(tmp_path, caplog):
     with writer(tmp_path) as metrics:
         metrics.write(RECORD)
         metrics.write_evaluation(RESULT)
+    with writer(tmp_path, after=1) as metrics:
+        metrics.write(replace(RECORD, step=2))
     assert "wandb failed" not in caplog.text
-    [run] = (tmp_path / "demo" / "wandb").glob("offline-run-*/*.wandb")
-    assert run.stat().st_size > 0
+    runs = list((tmp_path / "demo" / "wandb").glob("offline-run-*/*.wandb"))
+    assert runs and all(run.stat().st_size > 0 for run in runs)
+    assert {run.stem for run in runs} == {f"run-{(tmp_path / 'demo' / 'wandb.id').read_text().strip()}"}

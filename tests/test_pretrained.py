@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ringflash
 from train import engine, model, weights
-from train.config import ConfigError, check_paths, resolve
+from train.config import ConfigError, check_paths, heads, resolve
 
 
 @pytest.fixture(scope="module")
@@ -155,20 +155,69 @@ def tear(folder):
 TENSORS = {
     "missing": (lack, "lacks model.norm.weight$"),
     "unexpected": (add, "holds what the model has no place for: extra$"),
-    "another shape": (lambda f: change(f, intermediate_size=64), r"mlp.gate_proj.weight is \[48, 32\], .* \[64, 32\]"),
+    "another shape": (
+        lambda f: change(f, intermediate_size=64),
+        r"(gate_proj.weight is \[48, 32\], .* \[64, 32\]|down_proj.weight is \[32, 48\], .* \[32, 64\])",
+    ),
     "tied": (lambda f: change(f, tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
     "torn": (tear, "cannot be read: "),
 }
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_tensors_that_are_not_the_model_s_are_refused_by_name(copied, case):
+def test_tensors_that_are_not_the_model_s_are_refused_by_name(copied, texts, case):
+    """From the heads of the files, before any process is started; and by the model, which knows all of its names."""
     spoil, message = TENSORS[case]
     spoil(copied)
+    if case != "unexpected":
+        with pytest.raises(ConfigError, match=message):
+            check_paths(training.config_of(texts, model={"pretrained": str(copied), "dtype": "float32"}))
     config = training.pretrained(copied, data={"path": "stdlib"})
     ringflash.hf.register(ringflash.Ring(), name=model.ATTENTION)
     with pytest.raises(ValueError, match=message):
         model.build(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", training.FAMILIES)
+def test_each_tensor_of_a_family_is_missed_before_any_gpu(folders, texts, monkeypatch, family):
+    config = training.config_of(texts, model={"pretrained": str(folders[family]), "dtype": "float32"})
+    check_paths(config)
+    whole = heads.read(folders[family])
+    assert {name: head.shape for name, head in whole.items()} == {
+        name: tuple(weights.Folder(folders[family]).shape(name)) for name in weights.Folder(folders[family])
+    }
+    for name in whole:
+        monkeypatch.setattr(heads, "read", lambda _, name=name: {k: head for k, head in whole.items() if k != name})
+        with pytest.raises(ConfigError, match=rf"lacks {name}$"):
+            check_paths(config)
+
+
+def test_layers_to_adapt_are_known_before_any_gpu(folders, texts):
+    given = {"model": {"pretrained": str(folders["qwen3_moe"]), "dtype": "float32"}, "train": {"trainable": "lora"}}
+    given["train"] |= {"name": "tiny", "steps": 2}
+    check_paths(training.config_of(texts, lora={"targets": ["q_proj", "lm_head"]}, **given))
+    for target in ("qproj", "gate", "embed_tokens", "up_proj"):
+        with pytest.raises(ConfigError, match=rf"'{target}', .* accepted is k_proj, lm_head, o_proj, q_proj, v_proj$"):
+            check_paths(training.config_of(texts, lora={"targets": [target]}, **given))
+
+
+def test_a_fingerprint_is_that_of_the_numbers_wherever_they_lie(folders, copied):
+    want = heads.fingerprint(folders["llama"])
+    assert heads.fingerprint(copied) == want
+    tensors = {name: weights.Folder(copied).read(name) for name in weights.Folder(copied)}
+    for file in copied.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, copied / weights.SINGLE, metadata={"format": "pt"})
+    assert heads.fingerprint(copied) == want, "in one file"
+    for change in (
+        lambda: tensors["model.norm.weight"].add_(1e-6),
+        lambda: tensors["model.layers.0.mlp.gate_proj.weight"].view(-1)[-1].mul_(2),
+        lambda: tensors.update(extra=torch.zeros(1)),
+    ):
+        change()
+        save_file(tensors, copied / weights.SINGLE, metadata={"format": "pt"})
+        assert heads.fingerprint(copied) != want
+        want = heads.fingerprint(copied)
 
 
 def test_an_override_and_an_old_buffer_are_let_pass(copied, texts):

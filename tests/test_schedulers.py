@@ -105,8 +105,10 @@ def said_by_nodes(folder: Path, script: str, environment: dict[str, str]) -> lis
 def check_node(
     words: list[str], node: int, *, endpoint: str, run_id: str, tail: list[str], address: tuple[str, ...] = ()
 ) -> None:
-    index, interface, *command = words
+    index, interface, flag, judge, folder, size, python, *command = words
     assert (index, interface) == (str(node), "ib0")
+    assert (flag, judge) == ("-m", f"{tail[0].removesuffix('train')}launch.node")
+    assert (folder, size) == (f"/data/runs/Long_1m/verdict/node{node}", "8") and Path(python).name == "python"
     meeting = ["--rdzv-backend", "c10d", "--rdzv-id", run_id, "--rdzv-endpoint", endpoint, *address]
     meeting += ["--rdzv-conf", f"is_host={int(node == 0)},join_timeout=900,read_timeout=900"]
     size = ["--nnodes", "4", "--nproc-per-node", "8", "--max-restarts", "3"]
@@ -138,6 +140,32 @@ def test_a_node_that_fails_fails_the_batch_job(tmp_path, capsys):
     assert subprocess.run(["bash", "-c", dry_run("slurm", capsys)], env=environment).returncode == 3
     executable(tmp_path / "scontrol", "exit 4")  # nobody knows the first node: nothing may start
     assert subprocess.run(["bash", "-c", dry_run("slurm", capsys)], env=environment).returncode == 4
+
+
+@pytest.mark.parametrize("scheduler", SUFFIX)
+def test_a_node_ends_with_what_its_ranks_say(scheduler, tmp_path, capsys, monkeypatch):
+    """torchrun makes 1 of every exit code; a scheduler sees what `launch` would end with, and the sentence."""
+    monkeypatch.undo()
+    real = f"PYTHONPATH={REPO} exec {sys.executable} -m launch.node"
+    monkeypatch.chdir(GOLDEN)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    left = '{"rank": %s, "code": %s, "error": "step 5 is saved", "host": "h", "time_s": 1}'
+    executable(
+        tmp_path / "python",
+        f'if [[ $2 == *launch.node ]]; then shift 2; {real} "$@"; fi\nmkdir -p "$RINGFLASH_VERDICT_DIR"\n'
+        f'for rank in 0 1; do printf \'{left}\' $rank "$CODE" > "$RINGFLASH_VERDICT_DIR/rank$rank.json"; done\nexit 1',
+    )
+    executable(tmp_path / "srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
+    text = dry_run(
+        scheduler, capsys, "launch.nodes=1", "launch.processes_per_node=2", "parallel.ring=2", f"metrics.dir={tmp_path}"
+    )
+    script = text if scheduler == "slurm" else objects(text)[1]["spec"]["trainer"]["command"][2].replace("$$", "$")
+    node = {"SLURM_NODEID": "0", "PET_NODE_RANK": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for code in (75, 2):
+        done = subprocess.run(
+            ["bash", "-c", script], env=os.environ | node | {"CODE": str(code)}, stderr=subprocess.PIPE
+        )
+        assert (done.returncode, done.stderr.decode().splitlines()[-1]) == (code, "ringflash: step 5 is saved")
 
 
 def test_each_pod_runs_torchrun_and_the_first_is_the_host(tmp_path, capsys):
@@ -207,16 +235,6 @@ REFUSED = {
     "a name too long": ("kubernetes", [f"train.name={'a' * 41}"], "2 to 40 letters"),
     "a volume nowhere": ("kubernetes", ["kubernetes.volumes.a=b"], "kubernetes.volumes.a = 'b'"),
     "an interface list": ("slurm", ["launch.interface='ib0,ib1'"], "launch.interface = 'ib0,ib1'"),
-    "a restart that starts over": (
-        "slurm",
-        ["checkpoint.every=5", "checkpoint.resume='no'"],
-        "launch.max_restarts = 3 with checkpoint.resume = 'no'",
-    ),
-    "a restart from a checkpoint that gets old": (
-        "slurm",
-        ["checkpoint.every=5", "checkpoint.resume=/step-1"],
-        "checkpoint.resume = 'auto' or launch.max_restarts = 0 is accepted",
-    ),
     "R110 a key spelled wrong": ("kubernetes", ["kubernetes.imgae=a"], "did you mean kubernetes.image?"),
 }
 
@@ -226,11 +244,6 @@ def test_what_pods_read_and_write_outlives_them():
     shared = [Path(folder) for folder in config.kubernetes.volumes.values()]
     for path in (config.data.path, config.data.tokenizer, config.run_dir, config.checkpoint_dir):
         assert any((Path("/workspace") / path).is_relative_to(folder) for folder in shared), path
-
-
-def test_a_restart_that_goes_on_is_accepted():
-    assert job("slurm", "checkpoint.every=5").config.launch.max_restarts == 3
-    assert job("slurm", "checkpoint.every=5", "checkpoint.resume='no'", "launch.max_restarts=0")
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -51,6 +51,15 @@ def test_R60_R62_R70_R75_training_equals_one_process(pool, texts, alone, mesh, z
             assert (got["weights"][name] - weight).abs().max() <= 2 * config.optimizer.lr, name
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_R72_losses_do_not_depend_on_the_size_of_a_bucket(pool, texts, alone, zero):
+    memory = {"checkpoint": "none", "loss_chunk": 5}
+    config = training.config_of(texts, mesh=(1, 2, 1), zero=zero, optimizer="sgd", steps=5, memory=memory)
+    got, want = pool(2)(training.train_in_buckets, config, "mixed", 1000)[0], alone("sgd", 5)
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-6) and all(loss > 0 for loss in got["loss"])
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+
+
 @pytest.mark.parametrize(("mesh", "zero"), [((1, 4, 1), 3), ((2, 2, 1), 2), ((1, 2, 2), 1)])
 def test_R75_the_gradient_of_each_parameter_equals_one_process(pool, texts, mesh, zero):
     """One step so long that nothing of the first weights is left: what remains is the gradient."""

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from worlds import equals_reference, groups_equal_reference, on_ring, small_pieces, told
 
 import ringflash
-from ringflash import KERNELS, LAYOUTS, Ring, agreement, exchange
-from ringflash.kernels import pieces, sdpa
+from ringflash import KERNELS, LAYOUTS, Ring, agreement, exchange, ops
+from ringflash.kernels import cudnn, eager, pieces, sdpa
 
 # --- over processes, against the reference
 
@@ -196,8 +196,50 @@ def one_rank_has_many_pieces() -> str:
 
 def test_a_mask_that_one_rank_s_kernel_refuses_is_refused_on_every_rank(pool):
     for message in pool(3)(one_rank_has_many_pieces):
-        assert "rank(s) [2] with [attention(" in message and "kernel=few" in message
+        assert "rank(s) [2] of a ring refuse a call: kernel='few': " in message and "kernel=few" in message
         assert "this mask cuts a hop into 8 full rectangles and causal squares, and more than 4 are" in message
+
+
+def one_rank_refuses() -> tuple[str, str]:
+    """Rank 1 lacks a package; then the gradient of lse, which the kernel has not, comes on rank 2 alone."""
+    rank = dist.get_rank()
+    lacking = {"refuses": lambda *_: "the package is too old" if rank == 1 else None}
+    KERNELS["lacking"] = SimpleNamespace(**vars(eager) | lacking)
+    KERNELS["cudnn"], real = SimpleNamespace(**vars(eager) | {"delta": cudnn.delta}), KERNELS["cudnn"]
+    try:
+        ring = Ring(dist.new_group([0, 1, 2]), timeout_s=20)
+        layout, began = ring.layout(48), time.perf_counter()
+        q, k, v = (layout.shard(x).requires_grad_() for x in inputs(48)[:3])
+        forward = told(ValueError, ringflash.attention, q, k, v, layout=layout, kernel="lacking")
+        out, lse = ringflash.attention(q, k, v, layout=layout, kernel="cudnn", return_lse=True)
+        loss = out.sum() + (lse.sum() if rank == 2 else 0.0)
+        backward = told(ValueError, loss.backward)
+        assert time.perf_counter() - began < 10
+        ringflash.attention(q, k, v, layout=layout, kernel="cudnn").sum().backward()
+    finally:
+        KERNELS["cudnn"] = real
+        del KERNELS["lacking"]
+    return forward, backward
+
+
+def test_a_kernel_that_refuses_on_one_rank_is_refused_on_every_rank_with_its_name_and_reason(pool):
+    for forward, backward in pool(3)(one_rank_refuses):
+        assert "rank(s) [1] of a ring refuse a call: kernel='lacking': the package is too old [attention(" in forward
+        assert "rank(s) [2] of a ring refuse a call: kernel 'cudnn' has no gradient of lse" in backward
+        assert "[backward of attention(" in backward
+
+
+def refuses_dlse(kernel) -> bool:
+    row = torch.zeros(1, 1, 1, 16)
+    try:
+        kernel.delta(row, row, torch.zeros(1, 1, 1))
+    except Exception as error:  # a kernel of GPUs may fail in any other way here
+        return "no gradient of lse" in str(error)
+    return False
+
+
+def test_every_kernel_without_a_gradient_of_lse_is_known_to_the_op():
+    assert {name for name, kernel in KERNELS.items() if refuses_dlse(kernel)} == set(ops.WITHOUT_DLSE)
 
 
 def rings_made_differently(name: str, values: list) -> str:

@@ -201,6 +201,12 @@ def train(config: Config, labels: str) -> dict[str, Any]:
     }
 
 
+def train_in_buckets(config: Config, labels: str, numel: int) -> dict[str, Any]:
+    """Body: `train`, whose gradients are reduced in many buckets of so many numbers, where else one holds them all."""
+    with patch.object(engine, "BUCKET_NUMEL", numel):
+        return train(config, labels)
+
+
 def train_without_triton(config: Config, labels: str) -> dict[str, Any]:
     """Body: `train`, where no module of Triton is loaded and none can be."""
     loaded = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "triton"}

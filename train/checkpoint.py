@@ -40,7 +40,7 @@ class Manifest(BaseModel):
     """What a checkpoint is.
 
     nonfinite: steps so far that were passed over; config: the run's, as JSON; files: name -> bytes of everything beside
-    the manifest
+    the manifest; base: of adapters, the fingerprint of the weights that they stand beside (older ones lack it)
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -53,6 +53,7 @@ class Manifest(BaseModel):
     mesh: Mesh
     config: dict[str, Any]
     versions: dict[str, str]
+    base: str | None = None
     files: dict[str, int]
 
 

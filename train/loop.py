@@ -19,7 +19,7 @@ from .engine import Engine, cutter, learning_rate
 from .evaluation import Evaluator
 from .metrics import MetricsWriter, StepRecord
 from .nonfinite import Guard
-from .resume import resume
+from .resume import base_of, choose, holds_all, resume
 from .saver import Progress, Saver
 from .watch import Watch, end_process
 from .world import World
@@ -69,15 +69,17 @@ def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_p
         data.check_apart(config.data, config.evaluation)
         evaluator = Evaluator(config, world, tokenizer)
     shape = flops.describe(model.config_of(config.model, length))
-    engine = build_engine(config, world)
+    base = base_of(config, world)
+    chosen = choose(config, world, base=base)
+    engine = build_engine(config, world, filled=not holds_all(chosen, config))
     if config.train.trainable == "lora":
         shape = shape.with_adapters(model.num_trained(engine.module))
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)
-    guard = Guard(config, world)
-    saver = Saver(config, world, engine, windows, guard)
-    progress = resume(config, world, engine, windows, guard)
+    guard = Guard(config, world, sequences.names)
+    saver = Saver(config, world, engine, windows, guard, base=base, found=chosen)
+    progress = resume(chosen, config, world, engine, windows, guard)
     request = stopping.Request(heeded=config.checkpoint.every is not None)
     return Run(
         config, world, batch, engine, windows, saver, progress, evaluator, request, guard,
@@ -85,15 +87,18 @@ def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_p
     )  # fmt: skip
 
 
-def build_engine(config: Config, world: World) -> Engine:
-    """The model of a run under its engine, tested, with the weights that it begins with. Raises: as `prepare`."""
+def build_engine(config: Config, world: World, *, filled: bool = True) -> Engine:
+    """The model of a run under its engine, tested, with the weights that it begins with. Raises: as `prepare`.
+
+    filled: see `model.build`
+    """
     batch = config.batch(world.size)
     ringflash.hf.register(world.ring, name=model.ATTENTION)
     world.ring.layout(config.sequence.length)
     if config.train.self_test:
         probe.check_attention(config, world)
         probe.check_gradient(config, world)
-    return Engine(model.build(config, world.device, cutter(config, batch)), config, batch, world)
+    return Engine(model.build(config, world.device, cutter(config, batch), filled=filled), config, batch, world)
 
 
 def fit(run: Run) -> str | None:
@@ -109,6 +114,8 @@ def fit(run: Run) -> str | None:
     )
     with run.request, run.watch, writer as metrics:
         try:
+            if stopped := catch_up(run, metrics):
+                return stopped
             for step in range(first + 1, last + 1):
                 with out_of_memory.explained(run.config, run.watch):
                     record = train_step(run, step, tokens_seen=tokens_seen)
@@ -121,8 +128,12 @@ def fit(run: Run) -> str | None:
                     return stopping.sentence(record.stop_signal, step, run.saver.save(done))
                 if run.saver.due(step):
                     run.saver.start(done)
-                if run.evaluator and run.evaluator.due(step):
-                    evaluate(run, run.evaluator, done, metrics)
+                if (
+                    run.evaluator
+                    and run.evaluator.due(step)
+                    and (stopped := evaluate(run, run.evaluator, done, metrics))
+                ):
+                    return stopped
             run.watch.begin(last, "end")
             run.saver.wait()
         finally:
@@ -130,12 +141,38 @@ def fit(run: Run) -> str | None:
     return None
 
 
-def evaluate(run: Run, evaluator: Evaluator, done: Progress, metrics: MetricsWriter) -> None:
-    """What [evaluation] asks for, between two steps. All ranks must call it."""
-    begin = lambda: run.watch.begin(done.step, "evaluation")  # noqa: E731
-    metrics.write_evaluation(evaluator(run.engine, done, begin=begin))
-    begin()
-    run.world.gather([0.0])  # the next step is not timed while rank 0 still draws
+def catch_up(run: Run, metrics: MetricsWriter) -> str | None:
+    """Make the evaluation that was due where the run goes on, if an end came before it. Returns: as `evaluate`."""
+    if run.evaluator is None or run.progress.step == 0 or not run.evaluator.due(run.progress.step):
+        return None
+    if run.world.gather([float(metrics.has_evaluated(run.progress.step))])[0, 0]:
+        return None
+    return evaluate(run, run.evaluator, run.progress, metrics)
+
+
+def evaluate(run: Run, evaluator: Evaluator, done: Progress, metrics: MetricsWriter) -> str | None:
+    """What [evaluation] asks for, between two steps. All ranks must call it.
+
+    A signal is heeded before the next forward pass: then the evaluation is left, and made when the run goes on. Returns
+    what is saved then, None without one.
+    """
+
+    def begin() -> int:
+        run.watch.begin(done.step, "evaluation")
+        return run.request.signal
+
+    try:
+        metrics.write_evaluation(evaluator(run.engine, done, begin=begin))
+        # the next step is not timed while rank 0 still draws
+        signal = int(run.world.gather([float(begin())]).max())
+        if done.step == run.config.train.steps:
+            return None
+    except stopping.StopError as stop:
+        signal = stop.signal
+    if not signal:
+        return None
+    run.watch.begin(done.step, "save")
+    return stopping.sentence(signal, done.step, run.saver.save(done))
 
 
 def train_step(run: Run, step: int, *, tokens_seen: int) -> StepRecord:

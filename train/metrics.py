@@ -161,15 +161,18 @@ class MetricsWriter:
             "config": config.model_dump(mode="json"),
         }
         self._sinks: list[Sink] = []
+        self._evaluated: set[int] = set()
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         if self._writes:
             config = self._config
-            self._add(JsonlSink(config.run_dir, self._header, after=self._after))
+            file = JsonlSink(config.run_dir, self._header, after=self._after)
+            self._evaluated = file.evaluated
+            self._add(file)
             self._add(ProgressSink(config.train.name, config.train.steps))
             if config.metrics.wandb != "disabled":
-                self._add(WandbSink(config, self._header))
+                self._add(WandbSink(config, self._header, after=self._after))
         return self
 
     def _add(self, sink: Sink) -> None:
@@ -181,6 +184,10 @@ class MetricsWriter:
         row = {"step": record.step} | {name: metric(record) for name, metric in METRICS.items()}
         for sink in self._sinks:
             sink.write(row)
+
+    def has_evaluated(self, step: int) -> bool:
+        """Whether an earlier process wrote an evaluation behind this step; known where the file is written."""
+        return step in self._evaluated
 
     def write_evaluation(self, result: Result) -> None:
         """Draw an evaluation and hand it to every sink."""

@@ -111,10 +111,12 @@ def set_rope(config: Any, rope: Rope) -> None:
     parameters |= {"rope_theta": theta, "rope_type": given.pop("type")} | given
 
 
-def build(config: Config, device: torch.device, cut: Callable[[nn.Module], None] | None = None) -> RingModel:
+def build(
+    config: Config, device: torch.device, cut: Callable[[nn.Module], None] | None = None, *, filled: bool = True
+) -> RingModel:
     """The model of a run with the weights of model.pretrained, or random ones drawn from train.seed, on every rank.
 
-    cut: see `weights.materialize`
+    cut: see `weights.materialize`; filled: False where a checkpoint with all weights is loaded next, see `fill_later`
     The ring must be registered with `ringflash.hf` first. Raises: ValueError, see `config_of`, `lora.add`,
         `weights.check_folder`.
     """
@@ -126,7 +128,9 @@ def build(config: Config, device: torch.device, cut: Callable[[nn.Module], None]
     set_checkpointing(model, config.memory)
     model.set_output_embeddings(LossHead(model.get_output_embeddings().weight, config.memory.loss_chunk))
     torch.manual_seed(config.train.seed)
-    if config.model.pretrained is None:
+    if not filled:
+        fill = weights.fill_later(model)
+    elif config.model.pretrained is None:
         fill = weights.fill_at_random(model)
     else:
         folder = weights.Folder(Path(config.model.pretrained))

@@ -5,14 +5,18 @@ Called by `loop`.
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .config import Config
-from .data import Window
+from .data import Place, Window
 from .world import World
+
+SHOWN = 3
+"""Documents that a message names; the file holds all."""
 
 
 class NonFiniteError(RuntimeError):
@@ -22,12 +26,14 @@ class NonFiniteError(RuntimeError):
 class Guard:
     """Looks at each step after it; counts those that were not finite. All ranks must call `check`.
 
+    names: `Packer.names`
     met: how many there were in the run; a checkpoint keeps it, so that a run that starts again does not count anew
     """
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: World, names: Callable[..., list[str]]) -> None:
         self._config = config
         self._world = world
+        self._names = names
         self.met = 0
 
     def check(self, step: int, window: Window, losses: np.ndarray, grad_norm: float) -> None:
@@ -45,7 +51,8 @@ class Guard:
         if self._world.data_rank in rings and self._world.rank % shared == 0:
             self._keep(step, window, losses)
         if len(ranks):
-            what = self._where(losses, int(ranks[0]), int(micros[0])) + self._also(ranks)
+            rank, micro = int(ranks[0]), int(micros[0])
+            what = self._where(losses, rank, micro) + self._documents(window, rank, micro) + self._also(ranks)
         else:
             what = f"the gradient norm is {grad_norm} on all ranks, with finite losses"
         message = f"step {step}: {what}; the batch is in {self._file(step, rings[0])}, the weights are as before it"
@@ -67,6 +74,19 @@ class Guard:
             f"the loss is {losses[rank, micro]} on rank {rank}, in sequence {samples} of 0 to {batch.global_batch - 1}"
         )
 
+    def _documents(self, window: Window, rank: int, micro: int) -> str:
+        """Those of which that rank holds tokens; it alone knows them, and all ranks hear of it."""
+        held: list[Place] = []
+        if self._world.rank == rank:
+            for sequence in window[micro]:
+                layout = self._world.ring.layout(len(sequence.ids), cu_seqlens=sequence.cu_seqlens)
+                inside = np.searchsorted(sequence.cu_seqlens, layout.positions.cpu().numpy(), side="right") - 1
+                held += [place for index, place in enumerate(sequence.places) if index in inside]
+        names: list[str] = self._names(held[:SHOWN], lines=True)
+        names, number = self._world.gather_objects((names, len(held)))[rank]
+        more = f" and {number - SHOWN} more documents" if number > SHOWN else ""
+        return f", in {', '.join(names)}{more}" if names else ""
+
     @staticmethod
     def _also(ranks: np.ndarray) -> str:
         others = sorted({int(rank) for rank in ranks} - {int(ranks[0])})
@@ -78,12 +98,14 @@ class Guard:
     def _keep(self, step: int, window: Window, losses: np.ndarray) -> None:
         """The whole sequences of a ring, as numpy.load reads them. A full disk does not end the run.
 
-        ids, labels: [sequences, S]; cu_seqlens_<i>: documents of sequence i; numbers: which of the global batch they
-        are; losses: [ranks of the ring, micro-batches]
+        ids, labels: [sequences, S]; cu_seqlens_<i>, names_<i>: documents of sequence i, with file and byte or row;
+        numbers: which of the global batch they are; losses: [ranks of the ring, micro-batches]
         """
         world, shared = self._world, self._config.sequence_parallel
         sequences = [sequence for micro in window for sequence in micro]
         arrays: dict[str, Any] = {f"cu_seqlens_{index}": np.asarray(s.cu_seqlens) for index, s in enumerate(sequences)}
+        named = [self._names(sequence.places, lines=False) for sequence in sequences]
+        arrays |= {f"names_{index}": np.asarray(names, str) for index, names in enumerate(named)}
         arrays["ids"] = np.stack([sequence.ids for sequence in sequences])
         arrays["labels"] = np.stack([sequence.labels for sequence in sequences])
         arrays["numbers"] = np.arange(len(sequences)) * world.data_size + world.data_rank

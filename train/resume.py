@@ -6,11 +6,11 @@ Called by `loop` and `evaluation`.
 import difflib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from . import checkpoint, randomness
 from .checkpoint import Found
-from .config import Config
+from .config import Config, heads
 from .data import Windows
 from .engine import Engine
 from .nonfinite import Guard
@@ -26,19 +26,51 @@ FIXED = (
     "optimizer.name",
     "optimizer.momentum",
 )
-"""Keys that must be as they were: the weights or the optimizer's state fit no other. [model.rope] may change with the
-length of the sequences."""
+"""Keys that must be as they were: the weights or the optimizer's state fit no other."""
+
+LOOSE = ("model.rope.", "model.pretrained")
+"""Of these, what may change: with the length of the sequences; and a folder may move, see `check_base`."""
 
 FREE = ("checkpoint.", "evaluation.", "metrics.", "launch.", "slurm.", "kubernetes.")
 """Keys that change nothing of what is trained."""
 
 
-def resume(config: Config, world: World, engine: Engine, windows: Windows, guard: Guard) -> Progress:
-    """Load what checkpoint.resume asks for. Returns where the run goes on from: (0, 0) at its start.
+Chosen = TypeVar("Chosen")
+
+
+def base_of(config: Config, world: World) -> str | None:
+    """Fingerprint of the weights beside adapters, on all ranks; None where a checkpoint holds all weights itself.
+
+    All ranks must call it. Raises: ValueError, the same sentence on all, for a folder that cannot be read.
+    """
+    folder = config.model.pretrained
+    if config.train.trainable != "lora" or folder is None:
+        return None
+    return _from_first(world, lambda: heads.fingerprint(Path(folder)))
+
+
+def choose(config: Config, world: World, *, base: str | None) -> Found | None:
+    """The checkpoint that checkpoint.resume asks for, before anything is built for it; None: a fresh start.
+
+    base: see `base_of`
+    All ranks must call it. Raises: ValueError, the same sentence on all, for a checkpoint that does not fit the run.
+    """
+    restarted = bool(world.gather([float(world.restarted)]).any())  # torchrun counts on the node that failed alone
+    return _from_first(world, lambda: _choose(config, world, base=base, restarted=restarted))
+
+
+def holds_all(chosen: Found | None, config: Config) -> bool:
+    """Whether a checkpoint fills all weights of the model, so that they need not come from elsewhere before."""
+    return chosen is not None and config.train.trainable == "all"
+
+
+def resume(
+    chosen: Found | None, config: Config, world: World, engine: Engine, windows: Windows, guard: Guard
+) -> Progress:
+    """Load what `choose` chose. Returns where the run goes on from: (0, 0) at its start.
 
     All ranks must call it. Raises: ValueError, the same sentence on all, for a checkpoint that does not fit the run.
     """
-    chosen = _from_first(world, lambda: _choose(config, world))
     if chosen is None:
         return Progress(0, 0)
     path, manifest = chosen
@@ -52,28 +84,29 @@ def resume(config: Config, world: World, engine: Engine, windows: Windows, guard
     return Progress(manifest.step, manifest.tokens_seen)
 
 
-def _from_first(world: World, choose: Callable[[], Found | None]) -> Found | None:
+def _from_first(world: World, choose: Callable[[], Chosen]) -> Chosen:
     """What rank 0 chooses, on all ranks. Raises: ValueError, the same sentence on all, for what it raised."""
-    chosen: Found | str | None = None
+    chosen: tuple[Any, str | None] = None, None
     if world.rank == 0:
         try:
-            chosen = choose()
-        except (ValueError, OSError) as error:
-            chosen = str(error)
-    chosen = together(world, chosen)[0]
-    if isinstance(chosen, str):
-        raise ValueError(chosen)
-    return chosen
+            chosen = choose(), None
+        except (ValueError, OSError) as raised:
+            chosen = None, str(raised)
+    value, error = together(world, chosen)[0]
+    if error is not None:
+        raise ValueError(error)
+    return value
 
 
-def _choose(config: Config, world: World) -> Found | None:
+def _choose(config: Config, world: World, *, base: str | None, restarted: bool) -> Found | None:
     """The checkpoint to resume, with what is to be said about it; None: a fresh start."""
     wanted, folder = config.checkpoint.resume, config.checkpoint_dir
     found, torn = checkpoint.whole(folder)
     newest = found[-1] if found else None
-    if wanted == "auto":
+    if wanted == "auto" or restarted:
         for sentence in torn:
             say(f"{sentence}; it is passed over")
+    if wanted == "auto":
         chosen = newest
     elif wanted == "no":
         chosen = None
@@ -81,17 +114,26 @@ def _choose(config: Config, world: World) -> Found | None:
         chosen = checkpoint.read(Path(wanted))
     done = chosen.manifest.step if chosen else 0
     if newest and newest.manifest.step > done and config.checkpoint.every is not None:
+        if restarted:  # those behind it are of this job: its first start refused any other
+            return _fitting(newest, config, world, base)
         raise ValueError(
             f"checkpoint.resume = {wanted!r} starts behind step {done}, but checkpoint.dir = {str(folder)!r} holds "
             f"step {newest.manifest.step}: another checkpoint.dir, or checkpoint.resume = 'auto' is accepted"
         )
     if chosen:
-        check_steps(chosen, config.train.steps)
-        changes = [f"with {change}" for change in compare(chosen, config.model_dump(mode="json"))]
-        said = [f"resumes {chosen.path} behind step {done}", *changes, _reseeded(chosen, config, world)]
-        say(", ".join(filter(None, said)))
-    elif wanted == "auto" and config.checkpoint.every is not None:
+        return _fitting(chosen, config, world, base)
+    if wanted == "auto" and config.checkpoint.every is not None:
         say(f"no whole checkpoint is in {folder}: the run starts at step 1")
+    return None
+
+
+def _fitting(chosen: Found, config: Config, world: World, base: str | None) -> Found:
+    """A checkpoint that fits the run, and is said to be resumed. Raises: ValueError for one that does not."""
+    check_steps(chosen, config.train.steps)
+    changes = [f"with {change}" for change in compare(chosen, config.model_dump(mode="json"))]
+    check_base(chosen, config.model.pretrained, base)
+    said = [f"resumes {chosen.path} behind step {chosen.manifest.step}", *changes, _reseeded(chosen, config, world)]
+    say(", ".join(filter(None, said)))
     return chosen
 
 
@@ -138,13 +180,21 @@ def _agree(world: World, error: str | None) -> None:
             raise ValueError(told)
 
 
-def load_weights(config: Config, world: World, engine: Engine) -> Progress:
-    """Load the weights of what checkpoint.resume asks for, to be evaluated. All ranks must call it.
+def choose_to_evaluate(config: Config, world: World) -> Found | None:
+    """The checkpoint that checkpoint.resume asks for, to be evaluated; None: the weights that a run begins with.
 
-    "no": the weights that a run begins with. Returns how far the run was.
-    Raises: ValueError, the same sentence on all ranks, if there is no checkpoint or it holds another model.
+    All ranks must call it. Raises: ValueError, the same sentence on all ranks, if there is no checkpoint or it holds
+        another model.
     """
-    chosen = _from_first(world, lambda: _to_evaluate(config))
+    base = base_of(config, world)
+    return _from_first(world, lambda: _to_evaluate(config, base))
+
+
+def load_weights(chosen: Found | None, world: World, engine: Engine) -> Progress:
+    """Load the weights of what `choose_to_evaluate` chose. Returns how far the run was. All ranks must call it.
+
+    Raises: ValueError, the same sentence on all ranks, if they are not those of the model.
+    """
     if chosen is None:
         return Progress(0, 0)
     path, manifest = chosen
@@ -152,7 +202,7 @@ def load_weights(config: Config, world: World, engine: Engine) -> Progress:
     return Progress(manifest.step, manifest.tokens_seen)
 
 
-def _to_evaluate(config: Config) -> Found | None:
+def _to_evaluate(config: Config, base: str | None) -> Found | None:
     wanted, folder = config.checkpoint.resume, config.checkpoint_dir
     if wanted == "no":
         return None
@@ -169,6 +219,7 @@ def _to_evaluate(config: Config) -> Found | None:
     else:
         chosen = checkpoint.read(Path(wanted))
     compare(chosen, config.model_dump(mode="json"), fixed=("model.", "train.trainable", "lora."))
+    check_base(chosen, config.model.pretrained, base)
     return chosen
 
 
@@ -176,6 +227,22 @@ def check_steps(found: Found, steps: int) -> None:
     """Refuse a checkpoint behind the end of the run."""
     if found.manifest.step > steps:
         raise ValueError(f"{found.path} was saved behind step {found.manifest.step}, train.steps = {steps} is less")
+
+
+def check_base(found: Found, folder: str | None, base: str | None) -> None:
+    """Refuse adapters beside other weights than they were trained with. folder: of this run's; base: see `base_of`.
+
+    A checkpoint that knows no fingerprint, from before there were any, must name the same folder. Raises: ValueError.
+    """
+    saved, before = found.manifest.base, found.manifest.config["model"].get("pretrained")
+    if base is None or saved == base or (saved is None and before == folder):
+        return
+    known = f"fingerprint {saved[:12]}" if saved else "no fingerprint"
+    raise ValueError(
+        f"{found.path} holds adapters of model.pretrained = {before!r} ({known}), this run has {folder!r} "
+        f"(fingerprint {base[:12]}), whose weights may be others: the folder with the weights that they were trained "
+        "with is accepted, wherever it is, or checkpoint.resume = 'no'"
+    )
 
 
 def compare(found: Found, now: dict[str, Any], fixed: tuple[str, ...] = FIXED) -> list[str]:
@@ -187,7 +254,7 @@ def compare(found: Found, now: dict[str, Any], fixed: tuple[str, ...] = FIXED) -
     before, after = _flat(found.manifest.config), _flat(now)
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
     for key in changed:
-        if key.startswith(fixed) and not key.startswith("model.rope."):
+        if key.startswith(fixed) and not key.startswith(LOOSE):
             raise ValueError(
                 f"{found.path} was saved with {_named(key, before, after)}, this run has "
                 f"{_named(key, after, before)}: the value that was saved is accepted, or checkpoint.resume = 'no'"

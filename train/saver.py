@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import checkpoint, randomness, storage
-from .checkpoint import Manifest, Mesh
+from .checkpoint import Found, Manifest, Mesh
 from .config import Config
 from .data import Windows
 from .engine import Engine
@@ -48,12 +48,18 @@ class Saver:
     if any rank says saver.failed: saver.wait()
     saver.wait()                           # at the end
 
+    base: of adapters, see `resume.base_of`; found: what the run goes on from, which is not written there again
+
     All ranks must call `start`, `save` and `wait` together. They raise CheckpointError on all ranks if a checkpoint
     could not be written, and those that were there stay.
     """
 
-    def __init__(self, config: Config, world: World, engine: Engine, windows: Windows, guard: Guard) -> None:
+    def __init__(
+        self, config: Config, world: World, engine: Engine, windows: Windows, guard: Guard, *, base: str | None,
+        found: Found | None,
+    ) -> None:  # fmt: skip
         self._guard = guard
+        self._base = base
         self._config = config
         self._world = world
         self._engine = engine
@@ -62,6 +68,8 @@ class Saver:
         self._partial: Path | None = None
         self._writing: Future[None] | None = None
         self._last: tuple[int, Path] | None = None
+        if found is not None and found.path.resolve().parent == config.checkpoint_dir.resolve():
+            self._last = found.manifest.step, found.path
 
     def due(self, step: int) -> bool:
         """Whether [checkpoint] asks for one after this step: at multiples of `every`, and at the end."""
@@ -86,7 +94,7 @@ class Saver:
         self._writing = _in_thread(write)
 
     def wait(self) -> Path | None:
-        """Wait until what was started is on disk and published. Returns the newest that this run saved."""
+        """Wait until what was started is on disk and published. Returns the newest that this run saved or resumed."""
         if self._writing is not None:
             error = None
             try:
@@ -149,6 +157,7 @@ class Saver:
             mesh=mesh_of(self._config, self._world),
             config=self._config.model_dump(mode="json"),
             versions={name: version(name) for name in ("torch", "deepspeed")},
+            base=self._base,
             files={},
         )
 

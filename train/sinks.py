@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,9 @@ from .config import Config
 from .evaluation import Result, in_json
 
 Row = Mapping[str, float | int | None]
+
+WANDB_ID = "wandb.id"
+"""File in the folder of the run: the id under which wandb knows it, also after it has gone on."""
 
 WANDB_CLOSE_TIMEOUT_S = 30
 """How long the end of a run waits for wandb."""
@@ -45,12 +49,12 @@ class JsonlSink:
         path, partial, previous = (folder / f"metrics.{word}" for word in ("jsonl", "partial.jsonl", "previous.jsonl"))
         if partial.exists() and not path.exists():
             os.replace(partial, path)  # killed between the two moves below: it was whole
-        rows = list(_steps(path)) if path.exists() else []
+        rows = [row for row in _steps(path) if row["step"] <= after] if path.exists() else []
+        self.evaluated = {row["step"] for row in rows if row["kind"] == "evaluation"}
         self._file = partial.open("w", encoding="utf-8")
         self._line(header)
         for row in rows:
-            if row["step"] <= after:
-                self._line(row)
+            self._line(row)
         os.fsync(self._file.fileno())
         if path.exists():
             os.replace(path, previous)
@@ -84,12 +88,14 @@ def _steps(path: Path) -> Iterator[dict[str, Any]]:
 class WandbSink:
     """One wandb run, fed from a thread of its own: a slow or failing wandb never holds up or ends the training.
 
-    The step is an axis of its own, because wandb drops rows whose built-in step does not increase.
+    The step is an axis of its own, because wandb drops rows whose built-in step does not increase. A run that goes on
+    behind the step `after` goes on there too, under the id in WANDB_ID; another that begins gets an id of its own.
     """
 
-    def __init__(self, config: Config, header: Mapping[str, Any]) -> None:
+    def __init__(self, config: Config, header: Mapping[str, Any], *, after: int = 0) -> None:
         self._config = config
         self._header = header
+        self._goes_on = after > 0
         self._rows: SimpleQueue[Row | tuple[Result, Path | None] | None] = SimpleQueue()
         self._failed = False
         self._thread = threading.Thread(target=self._feed, name="wandb", daemon=True)
@@ -129,12 +135,21 @@ class WandbSink:
             mode = "offline"
         return wandb.init(
             project=self._config.metrics.project,
+            id=_wandb_id(self._config.run_dir / WANDB_ID, goes_on=self._goes_on),
+            resume="allow",
             name=self._config.train.name,
             dir=str(self._config.run_dir),
             mode=mode,
             config=dict(self._header),
             settings={"silent": True, "console": "off"},
         )
+
+
+def _wandb_id(file: Path, *, goes_on: bool) -> str:
+    """The id that an earlier process of the run left, or a new one, left for the next."""
+    if not goes_on or not file.is_file() or not file.read_text(encoding="utf-8").strip():
+        file.write_text(f"{secrets.token_hex(4)}\n", encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
 
 
 def _tracked(result: Result, picture: Path | None) -> dict[str, Any]:

@@ -14,6 +14,17 @@ from .world import Place, World
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
+class StopError(Exception):
+    """Work between two steps that is left because a signal asked for it; raised on all ranks alike.
+
+    signal: its number
+    """
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+
 class Request:
     """The signal that asked this process to stop; 0 before one has come.
 

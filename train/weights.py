@@ -5,6 +5,7 @@ A folder is read through memory maps; nothing in it is run. Called by `model`; `
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import lora
-
-INDEX = "model.safetensors.index.json"
-"""File that says which shard holds which tensor."""
-
-SINGLE = "model.safetensors"
-"""File of a model that is not sharded."""
-
-COMPUTED = ("rotary_emb.inv_freq",)
-"""Ends of names that old folders hold, though the model computes them."""
+from .config.heads import COMPUTED, INDEX, SINGLE
 
 Part = tuple[str, tuple[Any, ...]]
 """A tensor of a folder: its name, and the index of the parameter that it is."""
@@ -163,6 +156,18 @@ def fill_from(folder: Folder, model: Any) -> Callable[[str, nn.Module], None]:
             if parameter is not None:
                 for part, index in parts(lora.plain(f"{name}.{key}"), parameter.shape):
                     parameter[index].copy_(folder.read(part))
+
+    return fill
+
+
+def fill_later(model: Any) -> Callable[[str, nn.Module], None]:
+    """For `materialize`: of a model that a checkpoint will fill. Parameters are NaN until then: one it left is seen."""
+
+    def fill(name: str, module: nn.Module) -> None:
+        if any(buffer is not None for buffer in module._buffers.values()):
+            model._init_weights(module)
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(math.nan)
 
     return fill
 

@@ -27,6 +27,9 @@ from .config import Config
 VERDICT_VARIABLE = "RINGFLASH_VERDICT_DIR"
 """Folder for the verdict of this rank; set by `launch`, absent under a bare torchrun."""
 
+RESTART_VARIABLES = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
+"""How often torchrun started the processes of a job again, and slurm the job itself."""
+
 RECORDER_VARIABLE, RECORDER_ENTRIES = "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"
 """Collectives that PyTorch's flight recorder keeps, for the report on a hang; unless the environment says otherwise."""
 
@@ -64,6 +67,7 @@ class World:
     control: all ranks over gloo, for a few numbers a step on the host, so that a GPU is never waited for
     writing: the same ranks again, for the thread that writes a checkpoint meanwhile
     lifeline, board: for `watch`: all ranks over gloo, broken by a rank that is gone; words that all ranks can read
+    restarted: whether torchrun or slurm started this process again in place of one of the same job
     """
 
     rank: int
@@ -76,6 +80,7 @@ class World:
     writing: dist.ProcessGroup
     lifeline: dist.ProcessGroup
     board: dist.Store
+    restarted: bool = False
 
     def gather(self, numbers: list[float]) -> np.ndarray:
         """The same few numbers of every rank, float64 [size, len(numbers)], on every rank. All ranks must call it."""
@@ -132,7 +137,8 @@ def connect(config: Config, device: torch.device) -> World:
     lifeline = dist.new_group(backend="gloo", timeout=timedelta(days=365))
     store: Any = dist.distributed_c10d._get_default_store()
     board = store.clone()  # another thread may be waiting in the first
-    return World(rank, size, device, ring, rank // shared, data_size, control, writing, lifeline, board)
+    restarted = any(int(os.environ.get(name, 0)) for name in RESTART_VARIABLES)
+    return World(rank, size, device, ring, rank // shared, data_size, control, writing, lifeline, board, restarted)
 
 
 def device_of(place: Place) -> torch.device:

@@ -9,6 +9,7 @@ Here lives what can be judged before a GPU is touched. Nothing of torch, transfo
     file.py       load: TOML and overrides -> Config
     folders.py    check_paths: the folders that the keys name
     pretrained.py resolve: what the folder of model.pretrained says of the model
+    heads.py      the tensors of that folder: whether they fit, and their fingerprint
     refusal.py    ConfigError, and the one sentence for what pydantic refused
 """
 

@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+from . import heads
 from .pretrained import resolve
 from .refusal import ConfigError
 from .run import Config
@@ -26,7 +27,9 @@ def check_paths(config: Config, *, trains: bool = True) -> None:
     _check_writable(config.run_dir, f"metrics.dir = {config.metrics.dir!r}")
     if config.checkpoint.every is not None and trains:
         _check_writable(config.checkpoint_dir, f"checkpoint.dir = {str(config.checkpoint_dir)!r}")
-    resolve(config)
+    model = resolve(config).model
+    if model.pretrained is not None:
+        heads.check(model, config.lora if config.train.trainable == "lora" else None)
     resume = config.checkpoint.resume
     if resume not in ("auto", "no") and not Path(resume).is_dir():
         raise ConfigError(

@@ -305,15 +305,6 @@ def _check_rising(name: str, values: Sequence[float]) -> None:
         raise ConfigError(f"{name} = {values}: numbers that rise are accepted")
 
 
-def _check_restarts(config: "Config") -> None:
-    restarts, keep = config.launch.max_restarts, config.checkpoint
-    if restarts and keep.every is not None and keep.resume != "auto":
-        raise ConfigError(
-            f"launch.max_restarts = {restarts} with checkpoint.resume = {keep.resume!r}: a restart would not go on "
-            "from what was saved since; checkpoint.resume = 'auto' or launch.max_restarts = 0 is accepted"
-        )
-
-
 RULES: tuple[Callable[["Config"], None], ...] = (
     _check_launch,
     _check_slurm,
@@ -331,7 +322,6 @@ RULES: tuple[Callable[["Config"], None], ...] = (
     _check_sequence,
     _check_optimizer,
     _check_checkpoint,
-    _check_restarts,
     _check_evaluation,
     _check_needle,
 )

@@ -207,7 +207,8 @@ class Checkpoint(Section):
     keep_every: Count | None = None
     """Checkpoints of steps that divide by this are kept too; a multiple of checkpoint.every."""
     resume: str = "auto"
-    """ "auto": the newest whole checkpoint of the folder, if there is one; "no"; or the folder of one checkpoint."""
+    """ "auto": the newest whole checkpoint of the folder, if there is one; "no"; or the folder of one checkpoint.
+    Processes that torchrun or slurm starts again go on from the newest that their job saved since, whatever it says."""
 
 
 class Needle(Section):

@@ -7,6 +7,7 @@ sequences that fall to its ring, so the order does not depend on the mesh. Cutti
 
 from .heldout import HeldOut, check_apart
 from .packing import Packer, Sequence, sequences
+from .stream import Place
 from .tokens import IGNORED, Tokenizer, tokenizer_of
 from .windows import Window, Windows, check_digests, window_digest
 
@@ -14,6 +15,7 @@ __all__ = [
     "IGNORED",
     "HeldOut",
     "Packer",
+    "Place",
     "Sequence",
     "Tokenizer",
     "Window",

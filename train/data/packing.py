@@ -4,6 +4,7 @@ Letters: S tokens of one packed sequence.
 """
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..config import Data
-from .stream import Corpus, Piece, Stream
+from .stream import Corpus, Piece, Place, Stream
 from .tokens import IGNORED, Tokenizer
 
 OPEN_SEQUENCES = 8
@@ -24,11 +25,13 @@ class Sequence:
 
     ids: int64 [S]; labels: int64 [S], the id that follows each token in its document, or IGNORED
     cu_seqlens: borders of the documents, 0 first; tokens from the last border on are padding
+    places: where each document lies, for `Packer.names`
     """
 
     ids: np.ndarray
     labels: np.ndarray
     cu_seqlens: list[int]
+    places: tuple[Place, ...] = ()
 
     @property
     def valid_targets(self) -> int:
@@ -62,7 +65,7 @@ class Bin:
         borders = [0, *np.cumsum([len(piece.ids) for piece in self.pieces]).tolist()]
         ids[: borders[-1]] = np.concatenate([piece.ids for piece in self.pieces])
         labels[: borders[-1]] = np.concatenate([piece.labels for piece in self.pieces])
-        return Sequence(ids, labels, borders)
+        return Sequence(ids, labels, borders, tuple(piece.place for piece in self.pieces))
 
 
 class Packer:
@@ -86,6 +89,10 @@ class Packer:
             full = self._put(next(self._stream))
         self._consumed += 1
         return full.close(self._length, self._pad)
+
+    def names(self, places: Iterable[Place], *, lines: bool) -> list[str]:
+        """Where documents lie, for a person; see `Corpus.names`."""
+        return self._stream.names(places, lines=lines)
 
     def rest(self) -> list[Sequence]:
         """The sequences that are still open where the stream has ended."""

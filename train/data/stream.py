@@ -4,6 +4,7 @@ Everything is a pure function of (files, seed), the same on every rank, so the o
 state is small: positions in orders that can be drawn again, and the places of pieces that wait.
 """
 
+import contextlib
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -102,6 +103,23 @@ class Corpus:
             return [*encoder([documents.content(row) for row in rows])]
         except ValueError:
             return [alone(row) for row in rows]
+
+    def names(self, places: Iterable[Place], *, lines: bool) -> list[str]:
+        """File, and line or row, of each place, read again. One that cannot be is named by its numbers.
+
+        lines: count lines, for which a file is read from its begin; otherwise the byte stands for the line
+        """
+        wanted = list(places)
+        named: dict[tuple[int, int, int], str] = {}
+        for (source, chunk), group in groupby(sorted({place[:3] for place in wanted}), key=itemgetter(0, 1)):
+            documents = self.documents[source]
+            with contextlib.suppress(OSError, ValueError, LookupError):
+                rows = documents.read(chunk)
+                for *_, index in group:
+                    row = rows[index]
+                    named[source, chunk, index] = documents.name(row) if lines else f"{row.place}, {row.number}"
+        numbers = "row {2} of chunk {1} of source {0}"
+        return [named.get(place[:3]) or numbers.format(*place) for place in wanted]
 
     def pieces_at(self, saved: Iterable[Sequence[int]]) -> list[Piece]:
         """The pieces that `Piece.saved` gave, in their order. Each chunk is read once, one after the other.
@@ -291,6 +309,10 @@ class Stream:
     def at(self, state: dict[str, Any]) -> "Stream":
         """The same stream where a state was taken. Raises: ValueError for a state of other data."""
         return Stream(self._corpus, length=self._length, seed=self._seed, state=state)
+
+    def names(self, places: Iterable[Place], *, lines: bool) -> list[str]:
+        """See `Corpus.names`."""
+        return self._corpus.names(places, lines=lines)
 
     def pieces_at(self, saved: Iterable[Sequence[int]]) -> list[Piece]:
         """The pieces that `Piece.saved` gave, in their order. Raises: ValueError if one is not what it was."""

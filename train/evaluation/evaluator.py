@@ -35,17 +35,19 @@ class Evaluator:
         every = self._config.evaluation.every
         return every is not None and (step % every == 0 or step == self._config.train.steps)
 
-    def __call__(self, engine: Engine, progress: Progress, *, begin: Callable[[], None] = lambda: None) -> Result:
+    def __call__(self, engine: Engine, progress: Progress, *, begin: Callable[[], int] = lambda: 0) -> Result:
         """Evaluate the model as it is. All ranks must call it, and all get the same numbers.
 
-        begin: called before each forward pass, for who looks out for hangs
+        begin: called before each forward pass, for who looks out for hangs; returns the signal that asks this rank to
+            stop, or 0
+        Raises: StopError on all ranks, once any of them was asked.
         """
         start = time.perf_counter()
         by_position, cells = self._by_position(engine, begin), self._cells(engine, begin)
         time_s = time.perf_counter() - start
         return Result(*progress, float(self._world.gather([time_s]).max()), by_position, cells)
 
-    def _by_position(self, engine: Engine, begin: Callable[[], None]) -> list[Range]:
+    def _by_position(self, engine: Engine, begin: Callable[[], int]) -> list[Range]:
         if self._held_out is None:
             return []
         ranges = list(zip(self._borders[:-1], self._borders[1:], strict=True))
@@ -66,7 +68,7 @@ class Evaluator:
             rows = np.searchsorted(self._borders, positions, side="right") - 1
             yield Marked(sequence, rows, documents)
 
-    def _cells(self, engine: Engine, begin: Callable[[], None]) -> list[Cell]:
+    def _cells(self, engine: Engine, begin: Callable[[], int]) -> list[Cell]:
         if self._haystack is None:
             return []
         sums = add_up(engine, self._world, self._haystack, num_rows=len(self._haystack.cells), begin=begin)

@@ -12,6 +12,7 @@ import torch
 
 from ..data import IGNORED, Sequence, check_digests
 from ..engine import Engine
+from ..stopping import StopError
 from ..world import World
 
 
@@ -35,32 +36,37 @@ class Totals(NamedTuple):
 
 
 def add_up(
-    engine: Engine, world: World, marked: Iterable[Marked], *, num_rows: int, begin: Callable[[], None]
+    engine: Engine, world: World, marked: Iterable[Marked], *, num_rows: int, begin: Callable[[], int]
 ) -> list[Totals]:
     """One pass over the sequences, those of a global batch on a ring each. All ranks must call it with the same.
 
-    begin: called before each forward pass
+    begin: called before each forward pass; returns the signal that asked this rank to stop, 0 for none
 
     Each target counts once, in float64, so the sums do not depend on the mesh but for rounding in the model.
-    Raises: ValueError, on all ranks, if they hold different sequences.
+    Raises: ValueError, on all ranks, if they hold different sequences; StopError, on all ranks, before the next pass
+        once any of them was asked to stop.
     """
     table = torch.zeros(num_rows, 3, dtype=torch.float64, device=world.device)
     stream = iter(marked)
     with engine.evaluating():
-        while mine := _next(stream, world):
-            begin()
+        while mine := _next(stream, world, begin()):
             table += _score(engine, world, mine, num_rows)
     sums = world.gather(table.flatten().tolist()).sum(0).reshape(num_rows, 3)
     return [Totals(loss, hits, int(targets)) for loss, hits, targets in sums.tolist()]
 
 
-def _next(stream: Iterator[Marked], world: World) -> Marked | None:
-    """This ring's of the next sequences, one a ring; one without targets where they do not go round."""
+def _next(stream: Iterator[Marked], world: World, signal: int) -> Marked | None:
+    """This ring's of the next sequences, one a ring; one without targets where they do not go round.
+
+    signal: that this rank got, or 0
+    """
     together = list(islice(stream, world.data_size))
     if together:
         together += [_blank(together[0])] * (world.data_size - len(together))
     mine = together[world.data_rank] if together else None
-    facts = world.gather([len(together), mine.sequence.digest() if mine else 0])
+    facts = world.gather([len(together), mine.sequence.digest() if mine else 0, signal])
+    if facts[:, 2].any():
+        raise StopError(int(facts[:, 2].max()))
     if len(set(facts[:, 0])) > 1:
         raise ValueError("ranks hold different numbers of held-out sequences: all must read the same files")
     check_digests(facts[:, 1], world.size // world.data_size)

@@ -4,7 +4,7 @@ import json
 
 from .. import data, loop
 from ..config import Config, ConfigError
-from ..resume import load_weights
+from ..resume import choose_to_evaluate, holds_all, load_weights
 from ..world import World
 from .evaluator import Evaluator
 from .picture import draw
@@ -19,8 +19,9 @@ def evaluate(config: Config, world: World) -> None:
         raise ConfigError("there is nothing to evaluate: [[evaluation.sources]] or evaluation.needle.lengths is needed")
     data.check_apart(config.data, config.evaluation)
     evaluator = Evaluator(config, world, data.tokenizer_of(config.data, config.model.config["vocab_size"]))
-    engine = loop.build_engine(config, world)
-    result = evaluator(engine, load_weights(config, world, engine))
+    chosen = choose_to_evaluate(config, world)
+    engine = loop.build_engine(config, world, filled=not holds_all(chosen, config))
+    result = evaluator(engine, load_weights(chosen, world, engine))
     if world.rank == 0:
         file, picture = config.run_dir / "evaluation.json", config.run_dir / "evaluation.png"
         facts = {"world_size": world.size, "config": config.model_dump(mode="json")}
