@@ -9,12 +9,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from . import agreement, arguments
-from .fitting import AUTO, choose
+from .fitting import AUTO, choose, work_of
 from .layout import Layout, table_of
 from .layouts import LAYOUTS
 from .routes import ARRANGEMENTS
@@ -157,9 +156,8 @@ class Ring:
         return self._layouts[key]
 
     def _make(self, seq_len: int, masks: list[arguments.Mask]) -> Layout:
-        every = [mask.intervals(seq_len, seq_len) for mask in masks]
-        name = choose(every, seq_len, self) if self.layout_name == AUTO else self.layout_name
-        work = np.sum([(hi.astype(np.int64) - lo).clip(0) for lo, hi in every], 0)
+        work = work_of(masks, seq_len)
+        name = choose(masks, work, seq_len, self) if self.layout_name == AUTO else self.layout_name
         segments = LAYOUTS[name].segments(seq_len, self.ring_size, self.ulysses, work)
         with torch.inference_mode(False):
             table = table_of(segments)

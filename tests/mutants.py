@@ -119,8 +119,8 @@ FAULTS = [
         "tests/test_arrangements.py::test_arrangements_equal_the_reference[gather-4-None-keys-causal-striped]",
     ),
     Fault(
-        "auto looks at the work alone", "ringflash/fitting.py",
-        "min(even, key=rows.__getitem__)", "min(loads, key=loads.__getitem__)",
+        "auto looks at the time alone", "ringflash/fitting.py",
+        "min(even, key=rows.__getitem__)", "min(times, key=times.__getitem__)",
         "tests/test_arrangements.py::test_auto_takes_the_layout_that_suits_the_masks",
     ),
     Fault(
@@ -255,6 +255,17 @@ FAULTS = [
         "another number of documents compiles anew", "ringflash/group.py",
         "torch._dynamo.maybe_mark_dynamic(x, 0)", "pass",
         "tests/test_op.py::test_one_compilation_serves_every_batch_of_documents",
+    ),
+    Fault(
+        "documents over ranks beside each other", "ringflash/layouts/documents.py",
+        "where[:, None] + stride * np.arange(size)[None]", "where[:, None] * size + np.arange(size)[None]",
+        "tests/test_makespan.py::test_hops_of_packed_documents_are_even",
+    ),
+    Fault(
+        "nobody waits for the rank below", "ringflash/makespan.py",
+        "peers = np.maximum(before[(rank - jump) % size], before[(rank + jump) % size])",
+        "peers = before[(rank + jump) % size]",
+        "tests/test_makespan.py::test_a_hop_begins_when_the_neighbours_have_begun_the_one_before",
     ),
 ]  # fmt: skip
 
