@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from . import mask
+from .layouts.documents import Documents
 
 if TYPE_CHECKING:
     from .layout import Layout
@@ -43,6 +44,14 @@ class Mask:
             cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.numpy(),
             bounds=None if self.bounds is None else tuple(self.bounds.numpy()),
         )
+
+    def work(self, seq_len: int) -> np.ndarray | Documents:
+        """What layouts cut by, see `layouts.LayoutRule.segments`; as many keys as queries."""
+        if self.bounds is None and self.window is None:
+            whole = np.array([0, seq_len])
+            return Documents(whole if self.cu_seqlens is None else self.cu_seqlens.numpy(), self.causal)
+        lo, hi = self.intervals(seq_len, seq_len)
+        return (hi.astype(np.int64) - lo).clip(0)
 
 
 def mask_of(

@@ -104,8 +104,7 @@ class Ring:
         return self._layouts[key]
 
     def _make(self, seq_len: int, causal: bool, borders: torch.Tensor | None, bounds: torch.Tensor | None) -> Layout:
-        lo, hi = arguments.Mask(causal, None, borders, bounds).intervals(seq_len, seq_len)
-        work = (hi.astype("int64") - lo).clip(0)
+        work = arguments.Mask(causal, None, borders, bounds).work(seq_len)
         segments = LAYOUTS[self.layout_name].segments(seq_len, self.ring_size, self.ulysses, work)
         with torch.inference_mode(False):
             table = table_of(segments)

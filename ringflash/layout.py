@@ -16,13 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import exchange, mask
+from . import arguments, exchange, makespan, mask
 
 if TYPE_CHECKING:
     from .group import Ring
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """Which tokens of one sequence each rank holds, and what they may see.
 
@@ -30,6 +30,8 @@ class Layout:
     cu_seqlens: int32 [m + 1] on the CPU, borders of packed documents, or None
     bounds: int32 [2, S] on the CPU, (lo, hi) of `intervals=`, or None
     segments: int32 [n segments, 3] on the CPU: (ring rank, global start, count), ascending within a rank
+
+    Its repr tells the makespan, which counts the pairs of the whole sequence: milliseconds for each 100k tokens.
     """
 
     ring: Ring
@@ -43,6 +45,19 @@ class Layout:
     def local_len(self) -> int:
         """L: tokens of each rank."""
         return self.seq_len // self.ring.size
+
+    @cached_property
+    def makespan(self) -> float:
+        """Time of a ring whose links are never late, over that of its pairs spread evenly; see `makespan.ratio`."""
+        lo, hi = arguments.Mask(self.causal, None, self.cu_seqlens, self.bounds).intervals(self.seq_len, self.seq_len)
+        return makespan.ratio(makespan.pairs(segments_of(self.segments.numpy()), lo, hi))
+
+    def __repr__(self) -> str:
+        documents = "" if self.cu_seqlens is None else f" in {len(self.cu_seqlens) - 1:,} documents"
+        return (
+            f"Layout({self.ring.layout_name}: {self.seq_len:,} tokens{documents}, {len(self.segments):,} segments "
+            f"over a ring of {self.ring.ring_size}, makespan {self.makespan:.3f} of the ideal)"
+        )
 
     @cached_property
     def order(self) -> torch.Tensor:

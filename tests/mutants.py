@@ -95,7 +95,18 @@ FAULTS = [
         if pending is not None:
             pending.wait()
             block, spare = spare, block
-        yield visiting[0], visiting[1]
+        yield visiting[0], visiting[1    Fault(
+        "documents over ranks beside each other", "ringflash/layouts/documents.py",
+        "where[:, None] + stride * np.arange(size)[None]", "where[:, None] * size + np.arange(size)[None]",
+        "tests/test_makespan.py::test_hops_of_packed_documents_are_even",
+    ),
+    Fault(
+        "nobody waits for the rank below", "ringflash/makespan.py",
+        "peers = np.maximum(before[(rank - jump) % size], before[(rank + jump) % size])",
+        "peers = before[(rank + jump) % size]",
+        "tests/test_makespan.py::test_a_hop_begins_when_the_neighbours_have_begun_the_one_before",
+    ),
+]
 """,
         "tests/test_ring.py::test_keys_are_posted_before_the_kernel_and_gradients_travel_under_the_next_one",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from ringflash import arguments, exchange, mask, ring
@@ -20,8 +22,9 @@ def attention(
     """
     seq_len, scale = q.shape[1], arguments.scale_of(q, scale)
     given = {"causal": None, "window": None, "cu_seqlens": None, "intervals": None} | masks
-    lo, hi = arguments.mask_of(q, k, None, **given).intervals(seq_len, seq_len)
-    segments = LAYOUTS[layout].segments(seq_len, size, 1, (hi.astype("int64") - lo).clip(0))
+    asked = arguments.mask_of(q, k, None, **given)
+    lo, hi = asked.intervals(seq_len, seq_len)
+    segments = LAYOUTS[layout].segments(seq_len, size, 1, dataclasses.replace(asked, window=None).work(seq_len))
 
     def rank(transport: exchange.Transport) -> tuple[torch.Tensor, ...]:
         plan = mask.plan(segments, transport.rank, lo, hi)

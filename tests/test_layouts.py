@@ -11,6 +11,7 @@ from test_mask import intervals_of
 import ringflash
 from ringflash import LAYOUTS, Ring, mask
 from ringflash.layouts import balanced, striped
+from ringflash.layouts.documents import Documents
 
 SHAPES = [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (2, 2), (1, 4), (3, 2), (5, 1)]
 
@@ -50,7 +51,8 @@ def test_each_rank_holds_its_run_of_the_ring_ranks_tokens(name, ring_size, ulyss
     size = ring_size * ulysses
     seq_len = 6 * LAYOUTS[name].multiple(ring_size, ulysses)
     layouts = [ring_at(rank, size, name, ulysses).layout(seq_len) for rank in range(size)]
-    segments = LAYOUTS[name].segments(seq_len, ring_size, ulysses, work_of(seq_len))
+    work = Documents(np.array([0, seq_len]), True)
+    segments = LAYOUTS[name].segments(seq_len, ring_size, ulysses, work)
     for rank, layout in enumerate(layouts):
         ring_rank, head_rank = divmod(rank, ulysses)
         want = mask.positions(segments[ring_rank]).reshape(ulysses, -1)[head_rank]

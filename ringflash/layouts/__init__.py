@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from . import balanced, contiguous, striped, zigzag
+from .documents import Documents
 
 
 class LayoutRule(Protocol):
@@ -19,10 +20,11 @@ class LayoutRule(Protocol):
     def multiple(self, ring_size: int, ulysses: int) -> int:
         """The sequence length must be a multiple of this many tokens."""
 
-    def segments(self, seq_len: int, ring_size: int, ulysses: int, work: np.ndarray) -> list[np.ndarray]:
+    def segments(self, seq_len: int, ring_size: int, ulysses: int, work: np.ndarray | Documents) -> list[np.ndarray]:
         """The segments of each ring rank, int64 [n, 2] (global start, count), ascending; each rank S / P tokens.
 
-        work: int64 [S], how many keys each query sees; read only by layouts that cut by work
+        work: the documents where nothing else limits what is seen; otherwise int64 [S], how many keys each query sees.
+            Read only by layouts that cut by work
         """
 
 

@@ -1,13 +1,16 @@
-"""Blocks dealt by work: every rank holds equally many tokens and, as nearly as blocks allow, equally many pairs.
+"""Dealt by work: every rank holds equally many tokens and, as nearly as can be, equally many pairs.
 
-A pair is a query and a key that it sees. For packed documents, whose work no fixed pattern follows. Greedy
-longest-processing-time under equal counts, then swaps between the heaviest rank and the others while they help.
+A pair is a query and a key that it sees. For packed documents, whose work no fixed pattern follows. Where nothing but
+documents limits what is seen, `documents` evens every hop. Other masks are cut into blocks, dealt by their sums:
+greedy longest-processing-time under equal counts, then swaps between the heaviest rank and the others while they help.
 Deterministic: every rank computes the same answer.
 """
 
 import heapq
 
 import numpy as np
+
+from . import documents
 
 MAX_BLOCKS = 16  # blocks a rank of the n = P * U
 MIN_BLOCK = 128  # tokens, where S / n allows it
@@ -27,8 +30,12 @@ def block(seq_len: int, ring_size: int, ulysses: int) -> int:
     return local // count
 
 
-def segments(seq_len: int, ring_size: int, ulysses: int, work: np.ndarray) -> list[np.ndarray]:
+def segments(
+    seq_len: int, ring_size: int, ulysses: int, work: np.ndarray | documents.Documents
+) -> list[np.ndarray]:  # fmt: skip
     """See `layouts.LayoutRule.segments`."""
+    if isinstance(work, documents.Documents):
+        return documents.deal(work, seq_len, ring_size)
     size = block(seq_len, ring_size, ulysses)
     weight = work.reshape(-1, size).sum(1)
     owner = _deal(weight, ring_size)

@@ -8,7 +8,7 @@ def multiple(ring_size: int, ulysses: int) -> int:
     return ring_size * ulysses
 
 
-def segments(seq_len: int, ring_size: int, ulysses: int, work: np.ndarray) -> list[np.ndarray]:
+def segments(seq_len: int, ring_size: int, ulysses: int, work: object) -> list[np.ndarray]:
     """See `layouts.LayoutRule.segments`."""
     count = seq_len // ring_size
     return [np.array([[rank * count, count]]) for rank in range(ring_size)]

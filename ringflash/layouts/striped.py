@@ -19,7 +19,7 @@ def stripe(seq_len: int, ring_size: int, ulysses: int) -> int:
     return next((size for size in range(min(MAX_STRIPE, local), 0, -1) if local % size == 0), 1)
 
 
-def segments(seq_len: int, ring_size: int, ulysses: int, work: np.ndarray) -> list[np.ndarray]:
+def segments(seq_len: int, ring_size: int, ulysses: int, work: object) -> list[np.ndarray]:
     """See `layouts.LayoutRule.segments`."""
     size = stripe(seq_len, ring_size, ulysses)
     starts = np.arange(seq_len // size) * size

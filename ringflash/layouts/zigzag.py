@@ -11,7 +11,7 @@ def multiple(ring_size: int, ulysses: int) -> int:
     return 2 * ring_size * ulysses
 
 
-def segments(seq_len: int, ring_size: int, ulysses: int, work: np.ndarray) -> list[np.ndarray]:
+def segments(seq_len: int, ring_size: int, ulysses: int, work: object) -> list[np.ndarray]:
     """See `layouts.LayoutRule.segments`."""
     count = seq_len // (2 * ring_size)
     return [np.array([[rank * count, count], [(2 * ring_size - 1 - rank) * count, count]]) for rank in range(ring_size)]
