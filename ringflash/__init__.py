@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .layouts import LAYOUTS
     from .merging import merge
+    from .suggesting import Suggestion, suggest
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,11 +28,13 @@ __all__ = [
     "Explanation",
     "Layout",
     "Ring",
+    "Suggestion",
     "attention",
     "explain",
     "hf",
     "merge",
     "reference",
+    "suggest",
 ]
 
 _HOMES = {
@@ -40,11 +43,13 @@ _HOMES = {
     "LAYOUTS": "layouts",
     "Layout": "layout",
     "Ring": "group",
+    "Suggestion": "suggesting",
     "attention": "api",
     "explain": "api",
     "hf": "hf",
     "merge": "merging",
     "reference": "reference",
+    "suggest": "suggesting",
 }
 
 
