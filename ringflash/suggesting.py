@@ -55,14 +55,15 @@ class Suggestion:
     memory_bytes: int | None
 
     def __str__(self) -> str:
-        lines = ["   arrangement  ring  ulysses  layout      forward ms  backward ms  exposed ms  memory GB"]
+        lines = ["   arrangement  ring  ulysses  layout      forward ms  backward ms   exposed ms   memory GB"]
         for one in self.alternatives:
             mark = "->" if one == self.best else "  "
             over = self.memory_bytes is not None and one.memory_bytes > self.memory_bytes
+            times = "".join(f"{1e3 * x:12.3f} " for x in (one.forward_s, one.backward_s, one.exposed_s))
+            times = "".join(f"{1e3 * x:13.3f}" for x in (one.forward_s, one.backward_s, one.exposed_s))
             lines.append(
-                f"{mark} {one.arrangement:11} {one.ring:5} {one.ulysses:8}  {one.layout:10} "
-                f"{1e3 * one.forward_s:11.3f} {1e3 * one.backward_s:12.3f} {1e3 * one.exposed_s:11.3f} {one.memory_bytes / 1e9:10.3f}"
-                + (" does not fit" if over else "")
+                f"{mark} {one.arrangement:11} {one.ring:5} {one.ulysses:8}  {one.layout:10}{times}"
+                f"{one.memory_bytes / 1e9:11.3f}{' does not fit' if over else ''}"
             )
         return "\n".join(lines)
 
