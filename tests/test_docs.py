@@ -52,7 +52,8 @@ def measured(tmp_path, monkeypatch):
                for method, size in (("plain", 120), ("ours", 10)) for direction in ("forward", "backward")]  # fmt: skip
     counted += [row | {"name": "1k"} for row in counted]
     rank = {"ranks": 8, "local": 8192, "heads": 16, "kv_heads": 16, "mask": "documents", "layout": "balanced",
-            "share": 0.975, "tflops": 512.0, "ms": 2.5, "predicted_ms": 2.25, "to_single": 0.925, "to_causal": 0.875}  # fmt: skip
+            "share": 0.975, "tflops": 512.0, "ms": 2.5, "predicted_ms": 2.25, "to_single": 0.925,
+            "to_causal": 0.875}  # fmt: skip
     ranks = [rank | {"direction": direction} for direction in ("forward", "backward", "both")]
     files = {
         "ring_rank": ranks,
