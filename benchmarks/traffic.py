@@ -4,9 +4,10 @@
 
 Plain attention is three kernels with the scores in memory: softmax(q k^T) v, and torch's own gradient of it. Full
 attention, bf16, 16 heads of 128 at 2k to 64k tokens, rows added until a batch has 32k; and the shape of GPT-2 medium
-(1k tokens, 16 heads of 64, batch 64), the one of FlashAttention's own table. Two processes measure the same cases: one
-alone, for times and peak memory, one under ncu, for bytes. In the second a marker kernel stands before each case, since
-ncu lists kernels and knows no cases. A case that does not fit in memory is a row with its error.
+(1k tokens, 16 heads of 64, batch 64), the one of FlashAttention's own table. One process measures times and peak
+memory of all cases; for bytes each case has a process of its own under ncu, since what a process has allocated before
+changes them (docs/traffic.md). There a marker kernel stands before each step, for ncu lists kernels and knows no steps.
+A case that does not fit in memory is a row with its error.
 
 Source of the claim: Dao et al., FlashAttention, arXiv:2205.14135, figure 2 and theorem 2.
 """
@@ -238,11 +239,13 @@ def worker(name: str, kernel: str, indices: Sequence[int], before: Sequence[str]
 def measure(ncu: str, kernel: str) -> list[dict]:
     times = worker("timed", kernel, range(len(CASES)))
     fitting = [row["case"] for row in times if "error" not in row]
+    steps = []
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "ncu.csv"
-        worker("counted", kernel, fitting, under_ncu(ncu, log))
-        listed = log.read_text(encoding="utf-8").splitlines()
-    return joined(times, steps_of(list(kernels(listed))))
+        for case in fitting:
+            log = Path(folder) / f"{case}.csv"
+            worker("counted", kernel, [case], under_ncu(ncu, log))
+            steps += steps_of(list(kernels(log.read_text(encoding="utf-8").splitlines())))
+    return joined(times, steps)
 
 
 def line_of(row: dict) -> str:

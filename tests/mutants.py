@@ -208,6 +208,33 @@ FAULTS = [
         'side="right"', 'side="left"',
         "tests/test_evaluation.py::test_R67_an_evaluation_over_a_mesh_is_that_of_one_process[(4, 1, 1)-0]",
     ),
+    Fault(
+        "an evaluation is not left for a signal", "train/evaluation/score.py",
+        "if facts[:, 2].any():", "if False:",
+        "tests/test_evaluation.py::"
+        "test_training_is_bitwise_the_same_with_evaluations_and_a_checkpoint_evaluates_alike[3]",
+    ),
+    Fault(
+        "a restart forgets what its job saved", "train/resume.py",
+        "        if restarted:  #", "        if False:  #",
+        "tests/test_resume.py::test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks",
+    ),
+    Fault(
+        "adapters go on beside any base", "train/resume.py",
+        "if base is None or saved == base or", "if True or",
+        "tests/test_export.py::test_adapters_go_on_beside_their_base_wherever_it_is_and_beside_no_other",
+    ),
+    Fault(
+        "a kernel's refusal stays on its rank", "ringflash/ops.py",
+        "self.refused = str(error)", "raise",
+        "tests/test_world.py::"
+        "test_a_kernel_that_refuses_on_one_rank_is_refused_on_every_rank_with_its_name_and_reason",
+    ),
+    Fault(
+        "slurm sees torchrun's exit code", "launch/node.py",
+        "return ending.code", "return 1",
+        "tests/test_schedulers.py::test_a_node_ends_with_what_its_ranks_say[slurm]",
+    ),
     # found while the tests were written
     Fault(
         "fp32 products cast under autocast", "ringflash/ops.py",

@@ -9,6 +9,8 @@ import pytest
 import saving
 import training
 
+from train.config import check_paths
+
 PAIRS = [(0, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "float32")]
 
 
@@ -138,6 +140,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(pool, texts, tmp
             (told, first), (_, second) = pool(2)(saving.restarted, changed)
             assert first == second == 4
             assert f"resumes {step} behind step 4" in told
+    folder = shutil.copytree(config.metrics.dir, tmp_path / "pruned")
+    gone = folder / config.train.name / "checkpoints" / "step-00000002"
+    shutil.rmtree(gone)
+    pruned = config_of(texts, folder, zero=3, resume=str(gone))
+    check_paths(pruned)
+    assert [step for _, step in pool(2)(saving.restarted, pruned)] == [4, 4]
+    assert pool(2)(saving.refusal, pruned)[0].startswith(f"{gone} is no whole checkpoint")
 
 
 def test_R76_killed_in_a_file_of_the_second_save_and_in_the_next_load(pool, texts, tmp_path):

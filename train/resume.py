@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from . import checkpoint, randomness
 from .checkpoint import Found
-from .config import Config, heads
+from .config import Config, heads, was_pruned
 from .data import Windows
 from .engine import Engine
 from .nonfinite import Guard
@@ -106,10 +106,10 @@ def _choose(config: Config, world: World, *, base: str | None, restarted: bool) 
     if wanted == "auto" or restarted:
         for sentence in torn:
             say(f"{sentence}; it is passed over")
-    if wanted == "auto":
-        chosen = newest
-    elif wanted == "no":
+    if wanted == "no":
         chosen = None
+    elif wanted == "auto" or (restarted and was_pruned(Path(wanted), config)):
+        chosen = newest
     else:
         chosen = checkpoint.read(Path(wanted))
     done = chosen.manifest.step if chosen else 0

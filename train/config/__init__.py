@@ -14,7 +14,7 @@ Here lives what can be judged before a GPU is touched. Nothing of torch, transfo
 """
 
 from .file import load
-from .folders import check_paths
+from .folders import check_paths, was_pruned
 from .pretrained import resolve
 from .refusal import ConfigError
 from .rules import MODEL_REFUSED
@@ -64,4 +64,5 @@ __all__ = [
     "check_paths",
     "load",
     "resolve",
+    "was_pruned",
 ]

@@ -31,7 +31,7 @@ def check_paths(config: Config, *, trains: bool = True) -> None:
     if model.pretrained is not None:
         heads.check(model, config.lora if config.train.trainable == "lora" else None)
     resume = config.checkpoint.resume
-    if resume not in ("auto", "no") and not Path(resume).is_dir():
+    if resume not in ("auto", "no") and not Path(resume).is_dir() and not was_pruned(Path(resume), config):
         raise ConfigError(
             f"checkpoint.resume = {resume!r} is not a folder: 'auto', 'no' or the folder of one checkpoint is accepted"
         )
@@ -44,6 +44,13 @@ def check_paths(config: Config, *, trains: bool = True) -> None:
         raise ConfigError(
             f"data.tokenizer = {config.data.tokenizer!r} is not a folder: 'bytes' or a local folder is accepted"
         )
+
+
+def was_pruned(path: Path, config: Config) -> bool:
+    """Whether a checkpoint that is gone may have made room for newer ones of the run: then a restart takes those."""
+    folder = config.checkpoint_dir.resolve()
+    newer = any(other.name > path.name for other in folder.glob("step-????????"))
+    return newer and path.resolve().parent == folder and not path.exists()
 
 
 def _check_writable(folder: Path, named: str) -> None:

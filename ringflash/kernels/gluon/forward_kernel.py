@@ -24,10 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import jobs as jobs_table
-from .ends import first_row, store_lse, store_out, store_state
+from .ends import first_row, load_rows, store_lse, store_out, store_rows, with_state
 from .walk import (
     LOG2E,
-    inside,
     job_and_head,
     masked_keys,
     matrix,
@@ -226,26 +225,18 @@ def _step(
 
 
 @gluon.jit
-def _start(
-    p_state, p_lse, state_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr,
-    FIRST: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
-):  # fmt: skip
-    """(acc, maximum, sum) to start from. A normalised state has the maximum lse and the sum 1, or 0 if empty."""
+def _start(p_lse, count, C: gl.constexpr, BK: gl.constexpr, FIRST: gl.constexpr, SL: gl.constexpr):
+    """(maximum, sum) to start from. A normalised state has the maximum lse and the sum 1, or 0 if empty."""
     RL: gl.constexpr = gl.SliceLayout(1, SL)
     if FIRST:
-        b_acc = gl.zeros([64, D], gl.float32, OL)
         b_max = gl.full([64], float("-inf"), gl.float32, RL)
         b_one = gl.zeros([64], gl.float32, RL)
     else:
-        o_row = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL))
-        o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
-        p_acc = p_state + (o_row.to(gl.int64) * state_row)[:, None] + o_column[None, :]
-        b_acc = gl.load(p_acc, mask=inside(o_row, count, o_column, D, WIDTH), other=0.0)
         o_q = C * 64 + gl.arange(0, 64, layout=RL)
         b_max = gl.load(p_lse + o_q, mask=o_q < count, other=float("-inf")) * LOG2E
         b_one = gl.where(b_max == float("-inf"), 0.0, 1.0)
     b_sum = sum_in_thread(gl.zeros([64, BK], gl.float32, SL))  # for its layout; four threads share a row
-    return b_acc, b_max, b_sum + 0.25 * gl.convert_layout(b_one, gl.SliceLayout(1, b_sum.type.layout))[:, None]
+    return b_max, b_sum + 0.25 * gl.convert_layout(b_one, gl.SliceLayout(1, b_sum.type.layout))[:, None]
 
 
 @gluon.jit
@@ -306,7 +297,14 @@ def consume(
     o_q = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SL))
     b_lo = gl.load(p_lo + o_q, mask=o_q < count, other=0)
     b_hi = gl.load(p_hi + o_q, mask=o_q < count, other=0)
-    b_acc, b_max, b_sum = _start(p_state, p_lse, state_row, count, C, D, WIDTH, BK, FIRST, SL, OL)
+    b_max, b_sum = _start(p_lse, count, C, BK, FIRST, SL)
+    # At D = 64 ptxas spills in the loop if the accumulator starts from memory, which costs 8%; at 128 adding the state
+    # at the end costs 2%.
+    LATE: gl.constexpr = D == 64
+    if FIRST or LATE:
+        b_acc = gl.zeros([64, D], gl.float32, OL)
+    else:
+        b_acc = load_rows(p_state, state_row, count, C, D, WIDTH, OL)
     query, past = behind
     b_q = matrix(q_s.index(query + C))
     mbarrier.wait(q_full.index(query + C), phase)
@@ -331,12 +329,14 @@ def consume(
             OL,
             NC,
         )
+    if LATE and not FIRST:
+        b_acc = with_state(b_acc, b_max, p_state, p_lse, state_row, count, C, D, WIDTH)
     b_inverse = store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))
     b_acc = b_acc * gl.convert_layout(b_inverse, gl.SliceLayout(1, OL))[:, None]
     if LAST:
         store_out(b_q, b_acc, p_out, out_row, count, C, D, WIDTH)
     else:
-        store_state(b_acc, p_state, state_row, count, C, D, WIDTH, OL)
+        store_rows(b_acc, p_state, state_row, count, C, D, WIDTH)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "regular", "num_heads", "group", "num_rows", "section"])

@@ -37,7 +37,7 @@ def _consumer(
             rings, barriers, exchange, k_s, v_s, kv_full, (past, turn & 1), num_steps, first_plain, position,
             grads[4], scales, C, D, STAGES, KL)  # fmt: skip
         mbarrier.arrive(kv_free, count=1)
-        store_gradients(grads, b_dk * scales[0], b_dv, C, D, WIDTH, KL)
+        store_gradients(grads, b_dk * scales[0], b_dv, C, D, WIDTH)
         past += num_steps
 
 

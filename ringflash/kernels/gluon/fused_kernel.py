@@ -154,7 +154,7 @@ def _consumer(
     b_dk, b_dv = sum_keys(
         rings, barriers, exchange, k_s, v_s, kv_full, (0, 0), num_steps, first_plain, position, grads[4], scales,
         C, D, STAGES, KL)  # fmt: skip
-    store_gradients(grads, b_dk * scales[0], b_dv, C, D, WIDTH, KL)
+    store_gradients(grads, b_dk * scales[0], b_dv, C, D, WIDTH)
 
 
 @gluon.jit

@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .ends import store_rows
 from .walk import (
     arrive_free,
-    inside,
     job_and_head,
     matrix,
     new_barriers,
@@ -205,18 +205,11 @@ def new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, STA
 
 
 @gluon.jit
-def store_gradients(
-    grads, b_dk, b_dv, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, KL: gl.constexpr
-):  # fmt: skip
+def store_gradients(grads, b_dk, b_dv, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
     """Write the rows of consumer C. grads: pointers to the tile's first row of dk and dv, their strides, its rows."""
     p_dk, p_dv, dk_row, dv_row, count = grads
-    o_key = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, KL))
-    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, KL))
-    m_key = inside(o_key, count, o_column, D, WIDTH)
-    p_dv += (o_key.to(gl.int64) * dv_row)[:, None] + o_column[None, :]
-    gl.store(p_dv, b_dv.to(p_dv.dtype.element_ty), mask=m_key)
-    p_dk += (o_key.to(gl.int64) * dk_row)[:, None] + o_column[None, :]
-    gl.store(p_dk, b_dk.to(p_dk.dtype.element_ty), mask=m_key)
+    store_rows(b_dv, p_dv, dv_row, count, C, D, WIDTH)
+    store_rows(b_dk, p_dk, dk_row, count, C, D, WIDTH)
 
 
 @gluon.jit
@@ -247,7 +240,7 @@ def _consumer(
             b_s, b_dk, b_dv = _step(
                 rings, barriers, k_half, v_half, b_s, b_dk, b_dv, b_key, t, num_steps, scale_log2,
                 False, STAGES, TL, KL)  # fmt: skip
-    store_gradients(grads, b_dk * scale, b_dv, C, D, WIDTH, KL)
+    store_gradients(grads, b_dk * scale, b_dv, C, D, WIDTH)
 
 
 @gluon.jit

@@ -16,12 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .ends import load_rows, store_rows
 from .walk import (
     LOG2E,
     arrive_free,
     fill,
-    fresh,
-    inside,
     job_and_head,
     masked_keys,
     matrix,
@@ -126,14 +125,10 @@ def _consumer(
                 False, False, BK, STAGES, SL, OL)  # fmt: skip
         b_dq = warpgroup_mma(b_dsa, matrix(k_s.index((num_steps - 1) % STAGES)), b_dq, is_async=True)
         b_dq, b_dsa = warpgroup_mma_wait(0, deps=[b_dq, b_dsa])
-    o_row = fresh(C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL)))
-    o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
-    p_row = p_dq + (o_row.to(gl.int64) * dq_row)[:, None] + o_column[None, :]
-    m_row = inside(o_row, count, o_column, D, WIDTH)
     b_dq = b_dq * scale
     if p_dq.dtype.element_ty == gl.float32:
-        b_dq += gl.load(p_row, mask=m_row, other=0.0)
-    gl.store(p_row, b_dq.to(p_dq.dtype.element_ty), mask=m_row)
+        b_dq += load_rows(p_dq, dq_row, count, C, D, WIDTH, OL)
+    store_rows(b_dq, p_dq, dq_row, count, C, D, WIDTH)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_heads", "group", "num_rows", "section"])

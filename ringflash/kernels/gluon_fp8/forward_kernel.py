@@ -25,14 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gluon.ends import first_row, store_lse, store_out, store_state
+from ..gluon.ends import first_row, load_rows, store_lse, store_out, store_rows
 from ..gluon.forward_kernel import issue_scores, sum_in_thread
 from ..gluon.walk import (
     LOG2E,
     arrive_free,
     fill,
     fresh,
-    inside,
     job_and_head,
     masked_keys,
     matrix,
@@ -171,10 +170,7 @@ def _start(
         b_acc = gl.zeros([64, D], gl.float32, OL)
         b_max = gl.full([64], float("-inf"), gl.float32, RL)
     else:
-        o_row = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OL))
-        o_column = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
-        p_acc = p_state + (o_row.to(gl.int64) * state_row)[:, None] + o_column[None, :]
-        b_acc = gl.load(p_acc, mask=inside(o_row, count, o_column, D, WIDTH), other=0.0) * 2.0**CARRIED
+        b_acc = load_rows(p_state, state_row, count, C, D, WIDTH, OL) * 2.0**CARRIED
         o_q = C * 64 + gl.arange(0, 64, layout=RL)
         b_max = gl.load(p_lse + o_q, mask=o_q < count, other=float("-inf")) * LOG2E - CARRIED
         b_one = gl.where(b_max == float("-inf"), 0.0, 0.25 * 2.0**CARRIED)
@@ -228,7 +224,7 @@ def _consumer(
     if LAST:
         store_out(b_q, b_acc, p_out, out_row, count, C, D, WIDTH)
     else:
-        store_state(b_acc, p_state, state_row, count, C, D, WIDTH, OL)
+        store_rows(b_acc, p_state, state_row, count, C, D, WIDTH)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_heads", "group", "num_rows", "num_slots", "together"])
