@@ -21,6 +21,7 @@ Letters: P ring size, L tokens of a rank.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -36,7 +37,7 @@ from attention import REP_MS, Stopwatch
 from cases import BACKWARD, documents
 from provenance import ROOT, provenance
 
-from ringflash import LAYOUTS, makespan, mask, ring
+from ringflash import LAYOUTS, makespan, mask, ring, routes
 from ringflash.kernels import KERNELS, Kernel
 from ringflash.kernels.choice import choose
 from ringflash.layouts.documents import Documents
@@ -87,17 +88,23 @@ def tiny() -> list[Case]:
     return [Case(size, 256, 2, name, heads=4, head_dim=32) for name in LAYOUT_OF for size in (2, 4)]
 
 
+class OneLaunch(NamedTuple):
+    """A plan, as `routes.Plan` is one, of a rank that has all its keys beside it, in order."""
+
+    forward: routes.Route
+
+    def backward(self, sizes: routes.Sizes) -> routes.Route:
+        """The same: nothing travels."""
+        return self.forward
+
+
 class Work(NamedTuple):
     """A case on the host. plan: what the rank does; one: the same in one launch; hops: pairs [P, P]."""
 
-    plan: mask.Plan
-    one: mask.Plan
+    plan: routes.Plan
+    one: OneLaunch
     keys: int
     hops: np.ndarray
-
-    @property
-    def pairs(self) -> int:
-        return sum(view.pairs() for view in self.plan.views if view)
 
 
 def intervals(case: Case, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -109,15 +116,17 @@ def work(case: Case) -> Work:
     lo, hi = intervals(case, case.seq_len)
     borders = np.array(documents(case.seq_len) if case.mask == "documents" else [0, case.seq_len])
     segments = LAYOUTS[LAYOUT_OF[case.mask]].segments(case.seq_len, case.ranks, 1, Documents(borders, True))
-    plan = mask.plan(segments, case.rank, lo, hi)
-    visited = [(case.rank - hop) % case.ranks for hop, view in zip(plan.hops, plan.views, strict=True) if view]
-    keys = np.concatenate([segments[owner] for owner in visited])
+    plan = routes.Plan(segments, case.rank, lo, hi)
+    views = [view for view in plan.forward.views if view]
+    keys = np.concatenate([view.k_segments for view in views])
     keys = keys[np.argsort(keys[:, 0])]
     new = np.append(True, keys[1:, 0] != keys[:-1].sum(1))
     joined = np.stack((keys[new, 0], np.add.reduceat(keys[:, 1], np.flatnonzero(new))), 1)
-    first = next(view for view in plan.views if view)
-    one = mask.Plan((0,), (mask.View(first.lo, first.hi, first.q_segments, joined),))
-    return Work(plan, one, int(keys[:, 1].sum()), makespan.pairs(segments, lo, hi))
+    count, nothing = int(keys[:, 1].sum()), routes.Rows(np.zeros((0, 2), np.int64), 0)
+    view = mask.View(views[0].lo, views[0].hi, views[0].q_segments, joined)
+    visit = routes.Visit(view, True, count, (), 0, nothing, nothing, ())
+    one = OneLaunch(routes.Route("keys", (0,), (visit,), (), nothing))
+    return Work(plan, one, count, makespan.pairs(segments, lo, hi))
 
 
 class Present:
@@ -131,14 +140,20 @@ class Present:
         self._known: set[int] = set()
         self._captured: list[torch.Tensor] = []
 
-    def post(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str) -> Present:
+    def beside(self, device: torch.device) -> contextlib.AbstractContextManager:
+        """See `exchange.Transport.beside`: what is packed for sending is on the stream of the kernels."""
+        return contextlib.nullcontext()
+
+    def post(
+        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
+    ) -> Present:
         """See `exchange.Transport.post`."""
         for tensor in receives.values():
             if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
                 self._captured.append(tensor)  # kept: a graph writes to no other place
             elif tensor.data_ptr() not in self._known:
                 self._known.add(tensor.data_ptr())
-                tensor.normal_()
+                _normal(tensor)
         return self
 
     def wait(self) -> None:
@@ -147,7 +162,12 @@ class Present:
     def fill(self) -> None:
         """The buffers of a graph that was captured."""
         for tensor in self._captured:
-            tensor.normal_()
+            _normal(tensor)
+
+
+def _normal(x: torch.Tensor) -> None:
+    """Blocks are rows of bytes. The upper half of an fp32 is a bf16, so that normal bf16 are normal in both types."""
+    (x.view(torch.bfloat16) if x.dtype == torch.uint8 else x).normal_()
 
 
 class Timed:
@@ -175,7 +195,7 @@ class Timed:
 class Loop:
     """The library's loop over one plan, ready to run. keys: how many rows its own keys and values have."""
 
-    def __init__(self, case: Case, plan: mask.Plan, lengths: tuple[int, int], watch) -> None:
+    def __init__(self, case: Case, plan, lengths: tuple[int, int], watch) -> None:
         queries, keys = lengths
         generator = torch.Generator(watch.device).manual_seed(0)
         rows = [(queries, case.heads), *[(keys, case.kv_heads)] * 2, (queries, case.heads)]
@@ -183,20 +203,21 @@ class Loop:
         self.q, self.k, self.v, self.dout = (
             torch.randn(shape, generator=generator, device=watch.device, dtype=torch.bfloat16) for shape in shapes
         )
-        self.plan, self.scale = plan, case.head_dim**-0.5
+        self.route, self.scale = plan.forward, case.head_dim**-0.5
+        self.way_back = plan.backward(routes.sizes_of(self.q, self.k, torch.float32))
         self.present = Present(case.rank, case.ranks)
-        self.name = choose("auto", self.q, self.k, False, len(plan.hops)).kernel
+        self.name = choose("auto", self.q, self.k, False, case.ranks).kernel
         self.kernel = KERNELS[self.name]
         self.out, self.lse = self.forward()
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return ring.forward(self.q, self.k, self.v, self.plan, self.present, self.kernel, scale=self.scale)
+        return ring.forward(self.q, self.k, self.v, self.route, self.present, self.kernel, scale=self.scale)
 
     def backward(self) -> tuple[torch.Tensor, ...]:
         """With the sums of out * dout, which the library makes once a backward."""
         delta = self.kernel.delta(self.out, self.dout, None)
         tensors = self.dout, self.q, self.k, self.v, self.lse, delta
-        return ring.backward(*tensors, self.plan, self.present, self.kernel, scale=self.scale)
+        return ring.backward(*tensors, self.way_back, self.present, self.kernel, scale=self.scale)
 
     def hops_ms(self, direction: str, watch) -> list[float]:
         """The kernels of each hop, medians of 3 runs."""
@@ -248,8 +269,6 @@ class Host:
         return 1e3 * (ended - began)
 
     def on_stream(self):
-        import contextlib
-
         return contextlib.nullcontext()
 
     def ahead(self) -> None:
@@ -267,15 +286,15 @@ def loops(case: Case, planned: Work, watch) -> dict[str, Loop]:
     }
     if case.mask == "documents":
         length = min(case.seq_len, max(SINGLE_TOKENS, case.local))
-        single = mask.plan_one_device(length, *intervals(case, length))
+        single = routes.OneDevice(length, *intervals(case, length))
         found["single"] = Loop(case, single, (length, length), watch)
-        causal = mask.plan_one_device(case.local, *intervals(case._replace(mask="causal"), case.local))
+        causal = routes.OneDevice(case.local, *intervals(case._replace(mask="causal"), case.local))
         found["causal"] = Loop(case, causal, (case.local, case.local), watch)
     return found
 
 
-def flops(case: Case, plan: mask.Plan, direction: str) -> float:
-    pairs = sum(view.pairs() for view in plan.views if view)
+def flops(case: Case, route: routes.Route, direction: str) -> float:
+    pairs = sum(view.pairs() for view in route.views if view)
     return 4.0 * case.head_dim * case.heads * pairs * (BACKWARD if direction == "backward" else 1.0)
 
 
@@ -311,11 +330,11 @@ def measure(case: Case, watch, rounds: int) -> list[dict]:
 
 def _row(case: Case, planned: Work, running: dict[str, Loop], direction: str, ms: dict[str, float]) -> dict:
     ways = ("forward", "backward") if direction == "both" else (direction,)
-    work_of = {name: sum(flops(case, loop.plan, way) for way in ways) for name, loop in running.items()}
+    work_of = {name: sum(flops(case, loop.route, way) for way in ways) for name, loop in running.items()}
     rate = {name: work_of[name] / ms[name] / 1e9 for name in running}
     row = identity_fields(case, direction) | {
         "layout": LAYOUT_OF[case.mask], "rank": case.rank, "kernel": running["ring"].name,
-        "hops": len(planned.plan.hops),
+        "hops": len(planned.plan.forward.hops), "travels_back": running["ring"].way_back.what,
         "ms": round(ms["ring"], 4), "one_ms": round(ms["one"], 4), "share": round(ms["one"] / ms["ring"], 4),
         "tflops": round(rate["ring"], 1), "predicted_ms": predicted_ms(case, work_of["ring"], ways),
         "makespan": round(makespan.ratio(planned.hops), 4),

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .layouts import LAYOUTS
     from .merging import merge
+    from .routes import ARRANGEMENTS
     from .suggesting import Suggestion, suggest
 
 __version__ = "0.1.0"
 __all__ = [
+    "ARRANGEMENTS",
     "KERNELS",
     "LAYOUTS",
     "Explanation",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ARRANGEMENTS": "routes",
     "Explanation": "api",
     "KERNELS": "kernels",
     "LAYOUTS": "layouts",

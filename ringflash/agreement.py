@@ -50,20 +50,7 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float, *, once: bool =
         text = f"{text}{REFUSED}{refusal}"
     if once and text in agreed.texts:
         return
-    turn = agreed.turns
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    store = distributed_c10d._get_process_group_store(group)
-    keys = [f"ringflash/{turn}/{peer}" for peer in range(size)]
-    store.set(keys[rank], text)
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except (RuntimeError, dist.DistStoreError) as error:
-        raise RuntimeError(_missing(store, keys, rank, timeout_s, text)) from error
-    agreed.turns += 1
-    texts = [store.get(key).decode() for key in keys]
-    if turn:
-        # everybody wrote turn t, so everybody has read turn t - 1
-        store.delete_key(f"ringflash/{turn - 1}/{rank}")
+    texts = tell(group, text, timeout_s)
     common = Counter(texts).most_common(1)[0][0]
     odd = [peer for peer, other in enumerate(texts) if other != common]
     refusing = [peer for peer, other in enumerate(texts) if REFUSED in other]
@@ -78,6 +65,29 @@ def agree(group: dist.ProcessGroup, text: str, timeout_s: float, *, once: bool =
     agreed.texts[text] = None
     while len(agreed.texts) > MAX_TEXTS:
         del agreed.texts[next(iter(agreed.texts))]  # the same one on every rank: they agreed in one order
+
+
+def tell(group: dist.ProcessGroup, text: str, timeout_s: float) -> list[str]:
+    """What every rank of `group` told, in the order of ranks. All must call it.
+
+    Raises: RuntimeError naming ranks that did not come in timeout_s.
+    """
+    agreed = _agreed.setdefault(group, Agreed())
+    turn = agreed.turns
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    store = distributed_c10d._get_process_group_store(group)
+    keys = [f"ringflash/{turn}/{peer}" for peer in range(size)]
+    store.set(keys[rank], text)
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except (RuntimeError, dist.DistStoreError) as error:
+        raise RuntimeError(_missing(store, keys, rank, timeout_s, text)) from error
+    agreed.turns += 1
+    texts = [store.get(key).decode() for key in keys]
+    if turn:
+        # everybody wrote turn t, so everybody has read turn t - 1
+        store.delete_key(f"ringflash/{turn - 1}/{rank}")
+    return texts
 
 
 def _missing(store: dist.Store, keys: list[str], rank: int, timeout_s: float, text: str) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from . import arguments, ops
 from .kernels import KERNELS
-from .kernels.choice import Choice, choose, num_pieces
+from .kernels.choice import Choice, choose
 from .layout import Layout
 from .layouts.striped import stripe
-from .mask import Plan, plan_one_device
+from .routes import OneDevice, Plan, Route, sizes_of
 
 
 def attention(
@@ -28,6 +29,7 @@ def attention(
     return_lse: bool = False,
     kernel: str = "auto",
     deterministic: bool = False,
+    rotate: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, on one device or over a ring.
 
@@ -46,6 +48,8 @@ def attention(
         start-up check, else triton; `explain` tells which and why
     deterministic: gradients are bitwise equal in repeated calls; a kernel that cannot raises. So is it where
         torch.use_deterministic_algorithms is on
+    rotate: what travels in the backward of a ring: "keys" and values with their gradients, "queries" with theirs, or
+        "auto": whichever moves fewer bytes for these heads, types and this mask
     returns out [B, L, H, D] in the input's type, or (out, lse)
 
     Numerics: state and gradients are fp32 from the first hop to the last and rounded once; a query that sees no key has
@@ -67,7 +71,7 @@ def attention(
         arguments.scale_of(q, scale),
         _known(kernel),
         _deterministic(deterministic),
-        *_ranks(layout),
+        *_ranks(layout, arguments.rotate_of(rotate, layout)),
     )
     return (out, lse) if return_lse else out
 
@@ -101,13 +105,16 @@ def _deterministic(flag: bool) -> bool:
     return arguments.flag_of("deterministic", flag) or torch.are_deterministic_algorithms_enabled()
 
 
-def _ranks(layout: Layout | None) -> tuple[str, int, float]:
-    """(group name, U, timeout_s) of the op; a ring of one rank needs no group."""
+def _ranks(layout: Layout | None, rotate: str) -> tuple[str, int, float, str, int, str, str, str]:
+    """What the op is told of the ranks, from `group` on, see `ops.How`; a ring of one rank needs no group."""
     if layout is None or layout.ring.size == 1:
-        return "", 1, 0.0
+        return "", 1, 0.0, "ring", 0, rotate, "float32", ""
     ring = layout.ring
     assert ring.group is not None
-    return ring.group.group_name, ring.ulysses, ring.timeout_s
+    slow = ring.slow_group.group_name if ring.slow_group else ""
+    transit = str(ring.transit).removeprefix("torch.")
+    where = (ring.group.group_name, ring.ulysses, ring.timeout_s)
+    return *where, ring.arrangement, ring.inner, rotate, transit, slow
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,9 @@ class Explanation:
     """What one call of `attention` will do on this rank. str() of it is a few lines to read.
 
     kernel: the kernel that will run; reason: why this one; hops: distances that keys travel, the same on every rank
-    sends: messages a rank sends forward; forward_bytes, backward_bytes: bytes that one rank sends in each direction
+    sends: messages of keys that this rank sends; forward_bytes, backward_bytes: bytes that it sends, all in all
+    arrangement: how ranks pass blocks on, a key of ringflash.ARRANGEMENTS; rotates: what travels in the backward, keys
+        or queries; transit: the type of gradients under way
     pairs: (query, key) pairs that this ring rank computes, a head; share: pairs / mean over the ring ranks
     warnings: what is allowed but slow
     """
@@ -129,11 +138,15 @@ class Explanation:
     pairs: int
     share: float
     warnings: tuple[str, ...]
+    arrangement: str = "ring"
+    rotates: str = "keys"
+    transit: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         lines = [
-            f"kernel {self.kernel} ({self.reason}); hops {list(self.hops)}, {self.sends} sends a rank forward",
-            f"{self.forward_bytes:,} bytes sent a rank forward, {self.backward_bytes:,} backward",
+            f"kernel {self.kernel} ({self.reason}); hops {list(self.hops)}, {self.sends} sends of this rank forward",
+            f"{self.forward_bytes:,} bytes sent by this rank forward, {self.backward_bytes:,} backward, where "
+            f"{self.rotates} travel and gradients are {str(self.transit).removeprefix('torch.')}; {self.arrangement}",
             f"{self.pairs:,} visible pairs a head on this rank, {self.share:.3f} of the mean",
         ]
         return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
@@ -151,6 +164,7 @@ def explain(
     intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
     kernel: str = "auto",
     deterministic: bool = False,
+    rotate: str = "auto",
 ) -> Explanation:
     """Say which kernel, hops and bytes `attention` will use for these tensors and masks; sends nothing.
 
@@ -159,45 +173,50 @@ def explain(
     """
     q, k, v = _checked(q, k, v, layout)
     mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
+    rotate = arguments.rotate_of(rotate, layout)
     choice = choose(_known(kernel), q, k, _deterministic(deterministic), 1 if layout is None else layout.ring.ring_size)
     if layout is None:
         lo, hi = mask.intervals(q.shape[1], k.shape[1])
-        pairs = int((hi.astype("int64") - lo).clip(0).sum())
-        plan = plan_one_device(k.shape[1], lo, hi)
-        return Explanation(*choice, plan.hops, 0, 0, 0, pairs, 1.0, tuple(_pieces(choice.kernel, plan)))
-    return _explain_ring(q, k, layout, mask, choice)
+        plan = OneDevice(k.shape[1], lo, hi)
+        pairs, warnings = _pairs(lo, hi), _pieces(choice.kernel, plan, plan.forward)
+        return Explanation(*choice, plan.forward.hops, 0, 0, 0, pairs, 1.0, tuple(warnings))
+    return _explain_ring(q, k, layout, mask, choice, rotate)
+
+
+def _pairs(lo: np.ndarray, hi: np.ndarray) -> int:
+    return int((hi.astype(np.int64) - lo).clip(0).sum())
 
 
 def _explain_ring(
-    q: torch.Tensor, k: torch.Tensor, layout: Layout, mask: arguments.Mask, choice: Choice
+    q: torch.Tensor, k: torch.Tensor, layout: Layout, mask: arguments.Mask, choice: Choice, rotate: str
 ) -> Explanation:
     ring = layout.ring
     content = [None if x is None else x.numpy().tobytes() for x in (layout.segments, mask.cu_seqlens, mask.bounds)]
-    shape = (ring.ring_rank, layout.seq_len, layout.seq_len)
-    window = mask.window or ops.NO_WINDOW
-    plan = ops.make_plan(shape, content[0] or b"", content[1], content[2], causal=mask.causal, window=window)
-    lo, hi = mask.intervals(layout.seq_len, layout.seq_len)
-    pairs = sum(view.pairs() for view in plan.views if view)
-    mean = int((hi.astype("int64") - lo).clip(0).sum()) / ring.ring_size
-    sends = sum(1 for i, hop in enumerate(plan.hops) if hop or i)
-    kv_heads = max(1, k.shape[2] // ring.ulysses)
-    block = 2 * k.shape[0] * layout.local_len * ring.ulysses * kv_heads * k.shape[3]  # elements of keys and values
-    trips = max(len(plan.hops) - 1, 0) + (
-        1 if plan.hops and plan.hops[-1] else 0
-    )  # of fp32 gradients, the way home too
+    plan = ops.make_plan(
+        (ring.ring_rank, layout.seq_len, layout.seq_len), content[0] or b"", content[1], content[2],
+        causal=mask.causal, window=mask.window or ops.NO_WINDOW, arrangement=ring.arrangement, inner=ring.inner,
+    )  # fmt: skip
+    sizes = sizes_of(q, k, ring.transit, ring.ulysses)
+    there, back = plan.forward, plan.backward(sizes, rotate)
+    pairs = sum(view.pairs() for view in there.views if view)
+    mean = _pairs(*mask.intervals(layout.seq_len, layout.seq_len)) / ring.ring_size
+    sends = sum(len(trip.sends) for trip in there.block_trips)
     heads = _heads_bytes(q, k, layout)
-    warnings = _pieces(choice.kernel, plan)
-    if ring.layout_name == "striped" and (size := stripe(layout.seq_len, ring.ring_size, ring.ulysses)) < 64:
+    warnings = _pieces(choice.kernel, plan, back)
+    if layout.name == "striped" and (size := stripe(layout.seq_len, ring.ring_size, ring.ulysses)) < 64:
         warnings.append(f"stripes of {size} tokens are shorter than a tile: choose a length whose S / n divides by 64")
-    forward = sends * block * k.element_size() + heads[0]
-    backward = sends * block * k.element_size() + trips * block * 4 + heads[1]
+    forward = sizes.bytes_of(there.what, there.sent_rows()[0], 0) + heads[0]
+    backward = sizes.bytes_of(back.what, *back.sent_rows()) + heads[1]
     share = pairs / mean if mean else 1.0
-    return Explanation(*choice, plan.hops, sends, forward, backward, pairs, share, tuple(warnings))
+    return Explanation(
+        *choice, tuple(sorted(there.hops)), sends, forward, backward, pairs, share, tuple(warnings),
+        arrangement=ring.arrangement, rotates=back.what, transit=ring.transit,
+    )  # fmt: skip
 
 
-def _pieces(kernel: str, plan: Plan) -> list[str]:
+def _pieces(kernel: str, plan: OneDevice | Plan, back: Route) -> list[str]:
     """What a kernel that computes hops in pieces makes of each; ValueError, as in `attention`, for too many."""
-    counts = num_pieces(kernel, plan)
+    counts = ops.pieces_of(kernel, plan, lambda: back)
     if max(counts, default=1) < 2:
         return []
     return [f"kernel {kernel} cuts this rank's hops into {counts} pieces and joins them; kernel='triton' needs no cut"]

@@ -16,12 +16,14 @@ import torch
 
 from . import mask
 from .layouts.documents import Documents
+from .routes import TRAVELLERS
 
 if TYPE_CHECKING:
     from .layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
+TRANSITS = (torch.float32, torch.bfloat16)  # fp16 would overflow where a loss is scaled
 MAX_TOKENS = 2**31 - 1  # positions are int32 in the kernels
 
 
@@ -94,6 +96,25 @@ def flag_of(name: str, flag: bool) -> bool:
     if not isinstance(flag, bool):
         raise TypeError(f"{name}={flag!r} is {type(flag).__name__}; it must be True or False")
     return flag
+
+
+def rotate_of(rotate: str, layout: Layout | None) -> str:
+    """What travels in the backward of a ring: keys or queries, or auto: whichever moves fewer bytes."""
+    words = ("auto", *TRAVELLERS)
+    if not isinstance(rotate, str) or rotate not in words:
+        raise ValueError(f"rotate={rotate!r} is unknown; it must be one of {', '.join(words)}")
+    if rotate != "auto" and layout is None:
+        raise ValueError(f"rotate={rotate!r} needs layout=: on one device nothing travels")
+    return rotate
+
+
+def transit_of(transit: torch.dtype) -> torch.dtype:
+    """The type of gradients under way."""
+    if not isinstance(transit, torch.dtype):
+        raise TypeError(f"transit={transit!r} is {type(transit).__name__}; it must be a torch.dtype")
+    if transit not in TRANSITS:
+        raise ValueError(f"transit={transit} must be one of {', '.join(map(str, TRANSITS))}")
+    return transit
 
 
 def window_of(window: int | None) -> int | None:

@@ -13,8 +13,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -43,8 +45,16 @@ class Transport(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def post(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str) -> Pending:
-        """Start one batch: a contiguous tensor to each key of `sends`, and one from each key of `receives`."""
+    def beside(self, device: torch.device) -> AbstractContextManager:
+        """What is computed and posted inside runs beside the kernels that come, behind those that are under way."""
+
+    def post(
+        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
+    ) -> Pending:
+        """Start one batch: a contiguous tensor to each key of `sends`, and one from each key of `receives`.
+
+        slow: other batches may pass it on the way. All ranks post the messages of a pair in one order.
+        """
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class Processes:
     """Ranks are processes of a torch.distributed group.
 
     members: the group rank of each rank of this transport
+    slow_group: the same processes once more, for what goes between nodes while others go inside them
     timeout_s: seconds after which a message that has not arrived ends this process's wait (gloo) or the process (NCCL)
     """
 
@@ -59,18 +70,33 @@ class Processes:
     rank: int
     members: range
     timeout_s: float
+    slow_group: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.members)
 
-    def post(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str) -> Pending:
-        """See `Transport.post`."""
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[None]:
+        """See `Transport.beside`."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = side_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def post(
+        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
+    ) -> Pending:
+        """See `Transport.post`. NCCL carries the batches of one group one after the other."""
+        group = self.slow_group if slow and self.slow_group else self.group
         ops, names = [], []
         for peers, start, verb in ((sends, dist.isend, "sending to"), (receives, dist.irecv, "receiving from")):
             for peer, tensor in peers.items():
-                ops.append(dist.P2POp(start, tensor, group=self.group, group_peer=self.members[peer]))
+                ops.append(dist.P2POp(start, tensor, group=group, group_peer=self.members[peer]))
                 names.append(f"{what}: {verb} rank {self.members[peer]}")
         try:
             works = dist.batch_isend_irecv(ops)
@@ -80,6 +106,29 @@ class Processes:
         if len(works) != len(ops):  # NCCL makes one work of a batch
             names = [", ".join(names)] * len(works)
         return begun(works, names, self.members[self.rank], self.timeout_s, ops[0].tensor)
+
+
+# the groups are torch's, so there is no object of ours to keep this in
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def connect(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+    """Make the communicator of NCCL, once a group, when all its ranks call this.
+
+    It is made by the first batch, in which all must take part, and a batch of a ring may concern only some of them.
+    """
+    if device.type != "cuda" or group in _connected:
+        return
+    one = torch.zeros(1, device=device)
+    work = dist.all_reduce(one, group=group, async_op=True)
+    begun([work], ["first meeting of all ranks"], dist.get_rank(group), timeout_s, one).wait()
+    _connected.add(group)
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of this process on which messages are packed and posted."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +167,8 @@ class Batch:
 def begun(works: list[Any], names: list[str], rank: int, timeout_s: float, tensor: torch.Tensor) -> Batch:
     """The batch of works that torch.distributed has started, its time kept. tensor: one that they write or read."""
     batch = Batch(works, names, rank, timeout_s, tensor.is_cuda)
-    if batch.on_stream:
+    # what a CUDA graph records is not under way, and must not be asked
+    if batch.on_stream and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         watcher().watch(batch)
     return batch
 
@@ -166,7 +216,7 @@ def watcher() -> Watcher:
 
 
 class Stage:
-    """What the ranks of one `play` share: a mailbox for each pair, a baton, and the first failure.
+    """What the ranks of one `play` share: the messages of each pair, a baton, and the first failure.
 
     Only the rank that holds the baton runs; it lets go inside wait(). So the ranks take turns, and a run is the same
     every time, whatever the kernels beneath think of threads.
@@ -174,9 +224,9 @@ class Stage:
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size, self.timeout_s = size, timeout_s
-        self.boxes: dict[tuple[int, int], queue.SimpleQueue[tuple[torch.Tensor, threading.Event]]] = {
-            (i, j): queue.SimpleQueue() for i in range(size) for j in range(size)
-        }
+        pairs = [(i, j) for i in range(size) for j in range(size)]
+        self.sent: dict[tuple[int, int], list[tuple[torch.Tensor, threading.Event] | None]] = {p: [] for p in pairs}
+        self.awaited = dict.fromkeys(pairs, 0)
         self.baton = threading.Lock()
         self.failures: list[BaseException] = []
 
@@ -203,32 +253,45 @@ class Threads:
         """Number of ranks."""
         return self.stage.size
 
-    def post(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str) -> Pending:
+    def beside(self, device: torch.device) -> AbstractContextManager:
+        """See `Transport.beside`: the ranks share one stream, on which messages are copied."""
+        return nullcontext()
+
+    def post(
+        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
+    ) -> Pending:
         """See `Transport.post`."""
-        taken = []
+        taken, tickets = [], []
         for peer, tensor in sends.items():
             taken.append(threading.Event())
-            self.stage.boxes[self.rank, peer].put((tensor, taken[-1]))
-        return _Handover(self.stage, self.rank, receives, taken, what)
+            self.stage.sent[self.rank, peer].append((tensor, taken[-1]))
+        for peer, into in receives.items():
+            tickets.append((peer, self.stage.awaited[peer, self.rank], into))
+            self.stage.awaited[peer, self.rank] += 1
+        return _Handover(self.stage, self.rank, tickets, taken, what)
 
 
 @dataclass(frozen=True)
 class _Handover:
+    """tickets: (peer, the number of a message among all of this pair, where it goes)"""
+
     stage: Stage
     rank: int
-    receives: dict[int, torch.Tensor]
+    tickets: list[tuple[int, int, torch.Tensor]]
     taken: list[threading.Event]
     what: str
 
     def wait(self) -> None:
         """See `Pending.wait`."""
         name = f"rank {self.rank}, {self.what}"
-        for peer, into in self.receives.items():
-            box = self.stage.boxes[peer, self.rank]
-            self.stage.until(box.qsize, f"{name}: receiving from rank {peer}")
-            tensor, taken = box.get()
-            into.copy_(tensor)
-            taken.set()
+        for peer, number, into in self.tickets:
+            box = self.stage.sent[peer, self.rank]
+            sent = functools.partial(lambda box, number: len(box) > number, box, number)
+            self.stage.until(sent, f"{name}: receiving from rank {peer}")
+            message, box[number] = box[number], None
+            assert message is not None, "a message is waited for once"
+            into.copy_(message[0])
+            message[1].set()
         self.stage.until(lambda: all(event.is_set() for event in self.taken), f"{name}: sending")
 
 

@@ -6,14 +6,18 @@ Letters: n ranks of the group, P ring size, U Ulysses size (n = P * U), S global
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from . import agreement, arguments
+from .fitting import AUTO, choose, work_of
 from .layout import Layout, table_of
 from .layouts import LAYOUTS
+from .routes import ARRANGEMENTS
+from .topology import ranks_per_node
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,9 +30,16 @@ class Ring:
 
     group: a ProcessGroup, a DeviceMesh of one dimension (its group) or of two (ring, ulysses), or None for all ranks;
         without torch.distributed a Ring has size 1
-    layout: one of ringflash.LAYOUTS
+    layout: one of ringflash.LAYOUTS; or "auto": the one that suits a mask, see `fitting`
     ulysses: U, ranks that split the heads instead of the keys; 1 unless given or told by a mesh
     timeout_s: seconds after which a rank that does not come is given up
+    topology: which ranks share a node: a number of consecutive ranks, a multiple of U; a DeviceMesh (node, rank of a
+        node) over the ranks of the group; "hosts": those with one host name; None: nothing is known
+    arrangement: one of ringflash.ARRANGEMENTS: "ring"; "double", a ring of nodes around rings of ranks, which needs
+        topology and is meant where it tells of several nodes; "gather", all keys and values that a rank needs at once,
+        whose memory grows with the sequence
+    transit: the type of gradients under way, torch.float32 or torch.bfloat16, which halves their bytes and is rounded
+        at every hop; sums are fp32 in both
 
     size, rank, ulysses: n, this process's rank in the group, U
     Raises: ValueError, TypeError; ValueError on every rank if the ranks were given different arguments.
@@ -40,9 +51,13 @@ class Ring:
         layout: str = "zigzag",
         ulysses: int | None = None,
         timeout_s: float = 600,
+        *,
+        topology: int | str | DeviceMesh | None = None,
+        arrangement: str | None = None,
+        transit: torch.dtype = torch.float32,
     ) -> None:
-        if not isinstance(layout, str) or layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r} is unknown; it must be one of {', '.join(LAYOUTS)}")
+        if not isinstance(layout, str) or layout not in (*LAYOUTS, AUTO):
+            raise ValueError(f"layout={layout!r} is unknown; it must be one of {', '.join((*LAYOUTS, AUTO))}")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise TypeError(f"timeout_s={timeout_s!r} is {type(timeout_s).__name__}; it must be a number of seconds")
         if not 0 < timeout_s < float("inf"):
@@ -54,10 +69,38 @@ class Ring:
         self.rank = dist.get_rank(self.group) if self.group else 0
         if self.size % self.ulysses:
             raise ValueError(f"ulysses={self.ulysses} must divide the {self.size} ranks of the group")
+        self.transit = arguments.transit_of(transit)
         self._layouts: OrderedDict[tuple, Layout] = OrderedDict()
         if self.group and self.size > 1:
-            text = f"Ring(layout={layout!r}, ulysses={self.ulysses}, timeout_s={timeout_s:g}) of {self.size} ranks"
+            text = (
+                f"Ring(layout={layout!r}, ulysses={self.ulysses}, timeout_s={timeout_s:g}, "
+                f"topology={'a mesh' if isinstance(topology, dist.DeviceMesh) else topology}, "
+                f"arrangement={arrangement}, transit={transit}) of {self.size} ranks"
+            )
             agreement.agree(self.group, text, self.timeout_s, once=False)
+        self.inner = self._inner(ranks_per_node(topology, self.group, self.timeout_s))
+        self.arrangement = self._arranged(arrangement, topology is not None)
+        self.slow_group = _twin(self.group) if self.arrangement == "double" else None
+
+    def _inner(self, per_node: int) -> int:
+        """Ring ranks of a node."""
+        if per_node % self.ulysses:
+            raise ValueError(
+                f"topology tells of {per_node} ranks a node, which must be a multiple of ulysses={self.ulysses}: "
+                "heads are split inside a node"
+            )
+        return per_node // self.ulysses
+
+    def _arranged(self, arrangement: str | None, told: bool) -> str:
+        if arrangement is not None and arrangement not in ARRANGEMENTS:
+            words = ", ".join(ARRANGEMENTS)
+            raise ValueError(f"arrangement={arrangement!r} is unknown; it must be None or one of {words}")
+        if arrangement == "double" and not told:
+            raise ValueError("arrangement='double' needs topology=: which ranks share a node")
+        if arrangement not in (None, "double") and told:
+            raise ValueError(f"topology is of no use to arrangement={arrangement!r}; leave it out, or say 'double'")
+        is_double = arrangement == "double" or (arrangement is None and 1 < self.inner < self.ring_size)
+        return "double" if is_double else arrangement or "ring"
 
     @property
     def ring_size(self) -> int:
@@ -81,6 +124,7 @@ class Ring:
         cu_seqlens: torch.Tensor | list[int] | None = None,
         causal: bool | None = None,
         intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+        windows: Sequence[int | None] | None = None,
     ) -> Layout:
         """Cut a sequence over the ranks. Cheap and cached, never talks; make one per batch when documents change.
 
@@ -88,6 +132,7 @@ class Ring:
         cu_seqlens: borders of packed documents, int32 [m + 1], 0 first; tokens from the last border on are padding
         causal: None means True, and False where intervals are given
         intervals: (lo, hi), int32 [S] each, never falling, in [0, S]
+        windows: for layout="auto" alone: the windows of the calls that will use it, None for one without
         Raises: ValueError, TypeError, naming the value and what would be accepted.
         """
         self._check_len(seq_len)
@@ -95,30 +140,40 @@ class Ring:
         with torch.inference_mode(False):  # a layout made inside inference_mode may be used in training
             borders = arguments.cu_seqlens_of(cu_seqlens, seq_len)
             bounds = arguments.bounds_of(intervals, seq_len, seq_len)
-        key = (seq_len, causal, *(None if x is None else x.numpy().tobytes() for x in (borders, bounds)))
+        if windows is not None and self.layout_name != AUTO:
+            raise ValueError(
+                f"windows={windows} choose a layout, which is {self.layout_name!r}: say Ring(layout='auto')"
+            )
+        each = tuple(arguments.window_of(window) for window in ((None,) if windows is None else windows))
+        if not each:
+            raise ValueError("windows is empty; it must hold one entry a kind of call, or be left out")
+        key = (seq_len, causal, each, *(None if x is None else x.numpy().tobytes() for x in (borders, bounds)))
         if key not in self._layouts:
-            self._layouts[key] = self._make(seq_len, causal, borders, bounds)
+            self._layouts[key] = self._make(seq_len, [arguments.Mask(causal, w, borders, bounds) for w in each])
             if len(self._layouts) > MAX_LAYOUTS:
                 self._layouts.popitem(last=False)
         self._layouts.move_to_end(key)
         return self._layouts[key]
 
-    def _make(self, seq_len: int, causal: bool, borders: torch.Tensor | None, bounds: torch.Tensor | None) -> Layout:
-        work = arguments.Mask(causal, None, borders, bounds).work(seq_len)
-        segments = LAYOUTS[self.layout_name].segments(seq_len, self.ring_size, self.ulysses, work)
+    def _make(self, seq_len: int, masks: list[arguments.Mask]) -> Layout:
+        work = work_of(masks, seq_len)
+        name = choose(masks, work, seq_len, self) if self.layout_name == AUTO else self.layout_name
+        segments = LAYOUTS[name].segments(seq_len, self.ring_size, self.ulysses, work)
         with torch.inference_mode(False):
             table = table_of(segments)
+        causal, borders, bounds = masks[0].causal, masks[0].cu_seqlens, masks[0].bounds
         if borders is not None:
             for x in (borders, table):  # another number of documents must not compile anew
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        return Layout(self, seq_len, causal, borders, bounds, table)
+        return Layout(self, seq_len, causal, borders, bounds, table, name)
 
     def _check_len(self, seq_len: int) -> None:
         if isinstance(seq_len, bool) or not isinstance(seq_len, int):
             raise TypeError(f"seq_len={seq_len!r} is {type(seq_len).__name__}; it must be an int")
         if not 0 < seq_len <= arguments.MAX_TOKENS:
             raise ValueError(f"seq_len={seq_len} must be in [1, {arguments.MAX_TOKENS}]")
-        multiple = LAYOUTS[self.layout_name].multiple(self.ring_size, self.ulysses)
+        rules = LAYOUTS if self.layout_name == AUTO else [self.layout_name]
+        multiple = min(LAYOUTS[name].multiple(self.ring_size, self.ulysses) for name in rules)
         if seq_len % multiple:
             padded = -(-seq_len // multiple) * multiple
             raise ValueError(
@@ -166,3 +221,10 @@ def _group_of(
     if len(ranks) == dist.get_world_size():
         return world, group.size(1)
     return dist.new_group(ranks, use_local_synchronization=True), group.size(1)
+
+
+def _twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The same processes once more: NCCL carries the messages of one group one after the other."""
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)

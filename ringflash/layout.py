@@ -30,6 +30,7 @@ class Layout:
     cu_seqlens: int32 [m + 1] on the CPU, borders of packed documents, or None
     bounds: int32 [2, S] on the CPU, (lo, hi) of `intervals=`, or None
     segments: int32 [n segments, 3] on the CPU: (ring rank, global start, count), ascending within a rank
+    name: which of ringflash.LAYOUTS it is
 
     Its repr tells the makespan, which counts the pairs of the whole sequence: milliseconds for each 100k tokens.
     """
@@ -40,6 +41,7 @@ class Layout:
     cu_seqlens: torch.Tensor | None
     bounds: torch.Tensor | None
     segments: torch.Tensor
+    name: str
 
     @property
     def local_len(self) -> int:
@@ -55,7 +57,7 @@ class Layout:
     def __repr__(self) -> str:
         documents = "" if self.cu_seqlens is None else f" in {len(self.cu_seqlens) - 1:,} documents"
         return (
-            f"Layout({self.ring.layout_name}: {self.seq_len:,} tokens{documents}, {len(self.segments):,} segments "
+            f"Layout({self.name}: {self.seq_len:,} tokens{documents}, {len(self.segments):,} segments "
             f"over a ring of {self.ring.ring_size}, makespan {self.makespan:.3f} of the ideal)"
         )
 

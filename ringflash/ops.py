@@ -13,7 +13,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from . import agreement, arguments, mask, ring, ulysses
-from .exchange import Processes, Transport
+from . import agreement, arguments, mask, ring, routes, ulysses
+from .exchange import Processes, Transport, connect
 from .kernels import KERNELS, Kernel
 from .kernels.choice import choose, num_pieces
 from .layout import segments_of
@@ -33,14 +33,15 @@ WITHOUT_DLSE = ("cudnn",)
 """Kernels whose `delta` refuses a gradient of lse. It may come on one rank alone: their backwards are agreed on too."""
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=8)  # each holds the intervals of a whole sequence
 def make_plan(
     shape: tuple[int, int, int], segments: bytes, cu_seqlens: bytes | None, bounds: bytes | None, *,
-    causal: bool, window: int,
-) -> mask.Plan:  # fmt: skip
-    """One rank's hops and views, from the content of the tensors.
+    causal: bool, window: int, arrangement: str = "ring", inner: int = 0,
+) -> routes.Plan | routes.OneDevice:  # fmt: skip
+    """One rank's ways round the ring, from the content of the tensors.
 
     shape: (ring rank, queries, keys), the lengths of the whole sequence; segments: b"" on one device
+    arrangement, inner: see `routes.Plan`; 0 = all ranks are one node
     """
     ring_rank, num_queries, num_keys = shape
     borders = None if cu_seqlens is None else np.frombuffer(cu_seqlens, np.int32)
@@ -58,48 +59,93 @@ def make_plan(
         bounds=None if pair is None else (pair[0], pair[1]),
     )
     if not segments:
-        return mask.plan_one_device(num_keys, lo, hi)
-    return mask.plan(segments_of(np.frombuffer(segments, np.int32).reshape(-1, 3)), ring_rank, lo, hi)
+        return routes.OneDevice(num_keys, lo, hi)
+    parts = segments_of(np.frombuffer(segments, np.int32).reshape(-1, 3))
+    return routes.Plan(parts, ring_rank, lo, hi, arrangement=arrangement, inner=inner or len(parts))
 
 
 def _content(x: Tensor | None) -> bytes | None:
     return None if x is None else x.numpy().tobytes()
 
 
+class How(NamedTuple):
+    """The numbers and words of the op, in the order of its arguments.
+
+    window: 0 = none; group: its name, "" = one process; arrangement, inner: see `routes.Plan`
+    rotate: what travels in the backward, auto or a key of routes.TRAVELLERS; transit: the type of gradients under way
+    slow_group: the group for what goes between nodes, "" = the same
+    """
+
+    causal: bool
+    window: int
+    scale: float
+    kernel: str
+    deterministic: bool
+    group: str
+    ulysses: int
+    timeout_s: float
+    arrangement: str
+    inner: int
+    rotate: str
+    transit: str
+    slow_group: str
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType since 2.12
+
+
 class _Call:
     """What a forward and its backward derive alike from the arguments of the op."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
-        causal: bool, window: int, kernel: str, group: str, num_ulysses: int, timeout_s: float, *, deterministic: bool,
-    ) -> None:  # fmt: skip
-        self.groups, self.timeout_s = k.shape[2], timeout_s
+        self, q: Tensor, k: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None, how: How
+    ) -> None:
+        self.groups = k.shape[2]
+        self.how, self.transit = how, getattr(torch, how.transit)
         self.ring: Transport | None = None
         self.heads: Transport | None = None
         self.pg: dist.ProcessGroup | None = None
+        self.slow = _group(how.slow_group) if how.slow_group else None
         size = 1
-        if group:
-            self.pg = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a NewType since 2.12
+        if how.group:
+            self.pg = _group(how.group)
             rank, size = dist.get_rank(self.pg), dist.get_world_size(self.pg)
-            ring_rank, head_rank = divmod(rank, num_ulysses)
-            if size > num_ulysses:
-                self.ring = Processes(self.pg, ring_rank, range(head_rank, size, num_ulysses), timeout_s)
-            if num_ulysses > 1:
-                first = ring_rank * num_ulysses
-                self.heads = Processes(self.pg, head_rank, range(first, first + num_ulysses), timeout_s)
-        self.name, self.refused = kernel, ""
+            ring_rank, head_rank = divmod(rank, how.ulysses)
+            if size > how.ulysses:
+                members = range(head_rank, size, how.ulysses)
+                self.ring = Processes(self.pg, ring_rank, members, how.timeout_s, self.slow)
+            if how.ulysses > 1:
+                first = ring_rank * how.ulysses
+                self.heads = Processes(self.pg, head_rank, range(first, first + how.ulysses), how.timeout_s)
+        self.name, self.refused = how.kernel, ""
         try:
-            self.name = choose(kernel, q, k, deterministic, self.ring.size if self.ring else 1).kernel
+            self.name = choose(how.kernel, q, k, how.deterministic, self.ring.size if self.ring else 1).kernel
         except ValueError as error:
             self.refused = str(error)
         shape = (self.ring.rank if self.ring else 0, q.shape[1] * size, k.shape[1] * size)
-        table = _content(segments) or b""
-        self.plan = make_plan(shape, table, _content(cu_seqlens), _content(bounds), causal=causal, window=window)
+        self.plan = make_plan(
+            shape, _content(segments) or b"", _content(cu_seqlens), _content(bounds),
+            causal=how.causal, window=how.window, arrangement=how.arrangement, inner=how.inner,
+        )  # fmt: skip
+        self._sizes = routes.sizes_of(q, k, self.transit, how.ulysses)
+        self._text = functools.partial(describe, q, k, (segments, cu_seqlens, bounds), how._replace(kernel=self.name))
 
     @property
     def kernel(self) -> Kernel:
         """Only for a call that was not refused."""
         return KERNELS[self.name]
+
+    @property
+    def way_back(self) -> routes.Route:
+        """What travels in the backward, and how."""
+        return self.plan.backward(self._sizes, self.how.rotate)
+
+    def connect(self, device: torch.device) -> None:
+        """Make the communicators while all ranks are here."""
+        for group in (self.pg, self.slow):
+            if group is not None:
+                connect(group, device, self.how.timeout_s)
 
     def scatter(self, tensors: list[Tensor]) -> list[Tensor]:
         """All heads of the local tokens -> this rank's heads of the ring rank's tokens."""
@@ -127,19 +173,19 @@ class _Call:
         if self.refused:
             return self.refused
         try:
-            num_pieces(self.name, self.plan)
+            pieces_of(self.name, self.plan, lambda: self.way_back)
         except ValueError as error:
             return f"kernel={self.name!r}: {error}"
         return ""
 
-    def agree(self, text: str, refusal: str) -> None:
-        """Raise on every rank if this one refuses, or if they were called differently. text: the call, see `describe`.
+    def agree(self, refusal: str, prefix: str = "") -> None:
+        """Raise on every rank if this one refuses, or if they were called differently. prefix: of the call's text.
 
         Ranks differ in what they see, in their cards and packages, so one may refuse alone: all must hear of it before
         anything is sent.
         """
         if self.pg is not None:
-            agreement.agree(self.pg, text, self.timeout_s, refusal=refusal)
+            agreement.agree(self.pg, prefix + self._text(), self.how.timeout_s, refusal=refusal)
         if refusal:
             raise ValueError(refusal)
 
@@ -168,20 +214,28 @@ def _refusal_of_dlse(kernel: Kernel, out: Tensor, dout: Tensor, dlse: Tensor | N
     return ""
 
 
+def pieces_of(name: str, plan: routes.Plan | routes.OneDevice, way_back: Callable[[], routes.Route]) -> list[int]:
+    """`choice.num_pieces` of a forward; ValueError also where the backward would have too many."""
+    counts = num_pieces(name, mask.Plan((), plan.forward.views))
+    if counts:
+        num_pieces(name, mask.Plan((), way_back().views))
+    return counts
+
+
 def _no_autocast(q: Tensor) -> contextlib.AbstractContextManager:
     """Inputs were cast before the op; inside it a kernel's own fp32 products must stay fp32."""
     on = torch.is_autocast_enabled(q.device.type)
     return torch.autocast(q.device.type, enabled=False) if on else contextlib.nullcontext()
 
 
-def describe(q: Tensor, k: Tensor, pieces: tuple[Tensor | None, ...], flags: tuple[object, ...]) -> str:
+def describe(q: Tensor, k: Tensor, pieces: tuple[Tensor | None, ...], how: How) -> str:
     """The call as text, equal on all ranks that make the same one."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(b"none" if piece is None else str(list(piece.shape)).encode())
         digest.update(_content(piece) or b"")
-    names = ("causal", "window", "scale", "kernel", "deterministic", "ulysses")
-    rest = ", ".join(f"{name}={value}" for name, value in zip(names, flags, strict=True))
+    hidden = ("group", "timeout_s", "slow_group")  # groups have other names on other ranks
+    rest = ", ".join(f"{name}={value}" for name, value in how._asdict().items() if name not in hidden)
     shapes = f"q {list(q.shape)} {q.dtype}, k {list(k.shape)}"
     return f"attention({shapes}, {rest}, layout and documents {digest.hexdigest()[:12]})"
 
@@ -203,28 +257,34 @@ def _op(body: Callable[..., Any]) -> Callable[..., Any]:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
     causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
-    group: str, ulysses: int, timeout_s: float,
+    group: str, ulysses: int, timeout_s: float, arrangement: str, inner: int, rotate: str, transit: str,
+    slow_group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The local part of attention over a ring.
 
     q: [B, L, H, D]; k, v: [B, L, G, D], innermost stride 1
     segments: int32 [n, 3] (ring rank, global start, count) of all ranks, None on one device
-    cu_seqlens: int32 [m + 1]; bounds: int32 [2, S] (lo, hi); window: 0 = none; group: its name, "" = one process
+    cu_seqlens: int32 [m + 1]; bounds: int32 [2, S] (lo, hi); the rest: see `How`
     returns out [B, L, H, D] in q's type, lse [B, H, L] fp32
     """
-    where = (group, ulysses, timeout_s)
-    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, *where, deterministic=deterministic)
-    flags = (causal, window, scale, call.name, deterministic, ulysses)
-    refusal = call.refusal()
-    call.agree(describe(q, k, (segments, cu_seqlens, bounds), flags) if group else "", refusal)
+    how = How(
+        causal, window, scale, kernel, deterministic, group, ulysses, timeout_s, arrangement, inner, rotate, transit,
+        slow_group,
+    )  # fmt: skip
+    call = _Call(q, k, segments, cu_seqlens, bounds, how)
+    call.agree(call.refusal())
+    call.connect(q.device)
     with _no_autocast(q):
         q_heads, k_heads, v_heads = call.scatter([q, k, v])
-        out, lse = ring.forward(q_heads, k_heads, v_heads, call.plan, call.ring, call.kernel, scale=scale)
+        out, lse = ring.forward(q_heads, k_heads, v_heads, call.plan.forward, call.ring, call.kernel, scale=scale)
     return call.gather(out), call.gather_rows(lse)
 
 
 @torch.library.register_fake("ringflash::attention", lib=_LIBRARY)
-def _(q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group, ulysses, timeout_s):
+def _(
+    q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group, ulysses, timeout_s,
+    arrangement, inner, rotate, transit, slow_group,
+):  # fmt: skip
     batch, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=torch.float32)
 
@@ -234,24 +294,26 @@ def attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
     causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
-    group: str, ulysses: int, timeout_s: float,
+    group: str, ulysses: int, timeout_s: float, arrangement: str, inner: int, rotate: str, transit: str,
+    slow_group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type."""
-    where = (group, ulysses, timeout_s)
-    call = _Call(q, k, segments, cu_seqlens, bounds, causal, window, kernel, *where, deterministic=deterministic)
+    how = How(
+        causal, window, scale, kernel, deterministic, group, ulysses, timeout_s, arrangement, inner, rotate, transit,
+        slow_group,
+    )  # fmt: skip
+    call = _Call(q, k, segments, cu_seqlens, bounds, how)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # what a caller made of -inf, NaN too, reaches no gradient
     if call.name in WITHOUT_DLSE:
-        flags = (causal, window, scale, call.name, deterministic, ulysses)
-        text = describe(q, k, (segments, cu_seqlens, bounds), flags) if group else ""
-        call.agree(f"backward of {text}", _refusal_of_dlse(call.kernel, out, dout, dlse))
+        call.agree(_refusal_of_dlse(call.kernel, out, dout, dlse), "backward of ")
     with _no_autocast(q):
         delta = call.kernel.delta(out, dout, dlse)
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
         lse, delta = call.scatter_rows(lse, delta)
         dq, dk, dv = ring.backward(
-            dout_heads, q_heads, k_heads, v_heads, lse, delta, call.plan, call.ring, call.kernel,
-            scale=scale, deterministic=deterministic, rounded=not call.shares_heads,
+            dout_heads, q_heads, k_heads, v_heads, lse, delta, call.way_back, call.ring, call.kernel,
+            scale=scale, deterministic=deterministic, rounded=not call.shares_heads, transit=call.transit,
         )  # fmt: skip
     return call.gather(dq.to(q.dtype)), call.gather_kv(dk, k.dtype), call.gather_kv(dv, v.dtype)
 
@@ -259,7 +321,7 @@ def attention_backward(
 @attention_backward.register_fake
 def _(
     dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group,
-    ulysses, timeout_s,
+    ulysses, timeout_s, arrangement, inner, rotate, transit, slow_group,
 ):  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -284,7 +346,7 @@ class _Differentiable(torch.autograd.Function):
         elif dout.stride(-1) != 1:
             dout = dout.contiguous()
         grads = attention_backward(dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, *ctx.rest)
-        return *grads, *(None,) * 11
+        return *grads, *(None,) * (3 + len(ctx.rest))
 
 
 _LIBRARY.impl("attention", lambda *inputs: _Differentiable.apply(*inputs), "Autograd")

@@ -23,7 +23,7 @@ ROW_BYTES = 4  # lse, delta: fp32, one a query and head
 class Alternative(NamedTuple):
     """One arrangement and what it is predicted to take for one attention, of one rank.
 
-    arrangement: ring, double (a ring of nodes around the rings inside them) or gather (all keys and values at once)
+    arrangement: one of ringflash.ARRANGEMENTS; double needs `Ring(..., topology=gpus_per_node)`
     forward_s, backward_s: seconds; exposed_s: those of both in which a rank waits for messages
     memory_bytes: most at one time, beside q, k, v, out, their gradients and lse
     """

@@ -48,8 +48,8 @@ FAULTS = [
         f"{RING}[causal-4-zigzag]",
     ),
     Fault(
-        "dk, dv not sent home", "ringflash/ring.py",
-        "if hops[-1]:", "if False:",
+        "dk, dv not sent home", "ringflash/travel.py",
+        "add(x.movedim(1, 0), message.rows, part.buffer[: message.rows.count, f])", "pass",
         f"{RING}[causal-3-contiguous]",
     ),
     Fault(
@@ -75,40 +75,62 @@ FAULTS = [
         "tests/test_world.py::test_every_mask_over_4_processes[contiguous]",
     ),
     Fault(
-        "ring turned the other way in the backward", "ringflash/ring.py",
-        'hops[i + 1] - hops[i], f"gradients after', 'hops[i] - hops[i + 1], f"gradients after',
+        "sums forget where they have been", "ringflash/routes.py",
+        "self.carried[leg.sink] |= self.carried[i]", "pass",
         f"{RING}[causal-3-contiguous]",
     ),
     Fault(
-        "a needless hop sent", "ringflash/mask.py",
-        "hops = tuple(h for h in range(size) if seen[rank, (rank - h) % size].any())", "hops = tuple(range(size))",
-        "tests/test_ring.py::test_keys_and_gradients_make_no_trip_that_nobody_needs",
+        "a needless hop", "ringflash/routes.py",
+        "hops = [hop for hop in range(geometry.size) if needs.at(geometry, hop).any()]",
+        "hops = list(range(geometry.size))",
+        "tests/test_routes.py::test_hops_and_work_are_those_that_some_rank_needs[window-8-contiguous]",
     ),
     Fault(
-        "wait before the kernel", "ringflash/ring.py",
-        """        yield block[0], block[1]
-        if pending is not None:
-            pending.wait()
-            block, spare = spare, block
-""",
-        """        visiting = block
-        if pending is not None:
-            pending.wait()
-            block, spare = spare, block
-        yield visiting[0], visiting[1    Fault(
-        "documents over ranks beside each other", "ringflash/layouts/documents.py",
-        "where[:, None] + stride * np.arange(size)[None]", "where[:, None] * size + np.arange(size)[None]",
-        "tests/test_makespan.py::test_hops_of_packed_documents_are_even",
+        "rows travel that no later hop needs", "ringflash/routes.py",
+        "self.kept[leg.parent] |= self.kept[i]", "self.kept[leg.parent][:] = True",
+        "tests/test_routes.py::test_rows_that_travel_are_those_that_the_rest_of_the_way_needs_row_by_row"
+        "[causal-keys-contiguous]",
     ),
     Fault(
-        "nobody waits for the rank below", "ringflash/makespan.py",
-        "peers = np.maximum(before[(rank - jump) % size], before[(rank + jump) % size])",
-        "peers = before[(rank + jump) % size]",
-        "tests/test_makespan.py::test_a_hop_begins_when_the_neighbours_have_begun_the_one_before",
+        "whatever moves more bytes rotates", "ringflash/routes.py",
+        "what, down = min(ways, key=cost)", "what, down = max(ways, key=cost)",
+        "tests/test_routes.py::test_what_rotates_is_what_the_closed_form_says",
     ),
-]
+    Fault(
+        "dk, dv of the last queries that came", "ringflash/ring.py",
+        "total += fresh", "total.copy_(fresh)",
+        "tests/test_arrangements.py::test_queries_that_travel_give_the_same_gradients[causal-zigzag]",
+    ),
+    Fault(
+        "the type on the way ignored", "ringflash/ring.py",
+        "Sums(side.own, route, transport, transit)", "Sums(side.own, route, transport, torch.float32)",
+        "tests/test_arrangements.py::"
+        "test_gradients_in_bf16_on_the_way_cost_what_was_measured_and_only_those_that_travel",
+    ),
+    Fault(
+        "the next node asked for when its round begins", "ringflash/routes.py",
+        "parent = i - 1 if i > first else (head if outer else HOME)", "parent = i - 1 if i else HOME",
+        "tests/test_routes.py::test_a_double_ring_asks_for_the_next_node_a_whole_round_ahead",
+    ),
+    Fault(
+        "gathered rows out of order", "ringflash/travel.py",
+        "block.index_copy_(0, message.rows.index(self._device),",
+        "block.index_copy_(0, message.rows.index(self._device).flip(0),",
+        "tests/test_arrangements.py::test_arrangements_equal_the_reference[gather-4-None-keys-causal-striped]",
+    ),
+    Fault(
+        "auto looks at the time alone", "ringflash/fitting.py",
+        "min(even, key=rows.__getitem__)", "min(times, key=times.__getitem__)",
+        "tests/test_arrangements.py::test_auto_takes_the_layout_that_suits_the_masks",
+    ),
+    Fault(
+        "wait before the kernel", "ringflash/travel.py",
+        "            yield visit, self._record.read(block.buffer[: visit.count])\n",
+        """            for posted in self._posted.pop(i + 1, []):
+                self._arrive(i + 1, posted)
+            yield visit, self._record.read(block.buffer[: visit.count])
 """,
-        "tests/test_ring.py::test_keys_are_posted_before_the_kernel_and_gradients_travel_under_the_next_one",
+        "tests/test_ring.py::test_blocks_are_posted_before_the_kernel_and_gradients_travel_under_the_next_one",
     ),
     Fault(
         "unshard's backward not summed", "ringflash/layout.py",
@@ -159,8 +181,8 @@ FAULTS = [
     ),
     Fault(
         "sub-group rank used as global", "ringflash/exchange.py",
-        "dist.P2POp(start, tensor, group=self.group, group_peer=self.members[peer])",
-        "dist.P2POp(start, tensor, self.members[peer], group=self.group)",
+        "dist.P2POp(start, tensor, group=group, group_peer=self.members[peer])",
+        "dist.P2POp(start, tensor, self.members[peer], group=group)",
         "tests/test_world.py::test_R25_sub_groups_are_rings_of_their_own",
     ),
     Fault(
@@ -190,7 +212,7 @@ FAULTS = [
     ),
     Fault(
         "a rank refuses a mask alone", "ringflash/ops.py",
-        "refusal = call.refusal()", 'refusal = ""',
+        "call.agree(call.refusal())", 'call.agree("")',
         "tests/test_world.py::test_a_mask_that_one_rank_s_kernel_refuses_is_refused_on_every_rank",
     ),
     Fault(
@@ -260,6 +282,17 @@ FAULTS = [
         "another number of documents compiles anew", "ringflash/group.py",
         "torch._dynamo.maybe_mark_dynamic(x, 0)", "pass",
         "tests/test_op.py::test_one_compilation_serves_every_batch_of_documents",
+    ),
+    Fault(
+        "documents over ranks beside each other", "ringflash/layouts/documents.py",
+        "where[:, None] + stride * np.arange(size)[None]", "where[:, None] * size + np.arange(size)[None]",
+        "tests/test_makespan.py::test_hops_of_packed_documents_are_even",
+    ),
+    Fault(
+        "nobody waits for the rank below", "ringflash/makespan.py",
+        "peers = np.maximum(before[(rank - jump) % size], before[(rank + jump) % size])",
+        "peers = before[(rank + jump) % size]",
+        "tests/test_makespan.py::test_a_hop_begins_when_the_neighbours_have_begun_the_one_before",
     ),
 ]  # fmt: skip
 

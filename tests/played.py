@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from ringflash import arguments, exchange, mask, ring
+from ringflash import arguments, exchange, mask, ring, routes
 from ringflash.kernels import KERNELS
 from ringflash.layouts import LAYOUTS
 
@@ -14,11 +14,13 @@ from ringflash.layouts import LAYOUTS
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, *,
     layout: str = "contiguous", size: int = 1, kernel: str = "eager", dlse: torch.Tensor | None = None,
-    scale: float | None = None, deterministic: bool = False, **masks,
+    scale: float | None = None, deterministic: bool = False, rotate: str = "auto", arrangement: str = "ring",
+    inner: int | None = None, transit: torch.dtype = torch.float32, **masks,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """out, lse, dq, dk, dv of attention over a ring of `size` ranks played in threads, in the order of the sequence.
 
     q, k, v, dout: [B, S, H or G, D], whole; dlse: [B, H, S] or None; masks: causal, window, cu_seqlens, intervals
+    inner: ranks of a node, all unless given
     """
     seq_len, scale = q.shape[1], arguments.scale_of(q, scale)
     given = {"causal": None, "window": None, "cu_seqlens": None, "intervals": None} | masks
@@ -27,26 +29,18 @@ def attention(
     segments = LAYOUTS[layout].segments(seq_len, size, 1, dataclasses.replace(asked, window=None).work(seq_len))
 
     def rank(transport: exchange.Transport) -> tuple[torch.Tensor, ...]:
-        plan = mask.plan(segments, transport.rank, lo, hi)
+        plan = routes.Plan(segments, transport.rank, lo, hi, arrangement=arrangement, inner=inner)
         where = torch.from_numpy(mask.positions(segments[transport.rank])).to(q.device)
         q_local, k_local, v_local, dout_local = (x.detach()[:, where] for x in (q, k, v, dout))
         dlse_local = None if dlse is None else dlse[:, :, where]
         way, engine = transport if size > 1 else None, KERNELS[kernel]
-        out, lse = ring.forward(q_local, k_local, v_local, plan, way, engine, scale=scale)
+        out, lse = ring.forward(q_local, k_local, v_local, plan.forward, way, engine, scale=scale)
         delta = engine.delta(out, dout_local, dlse_local)
+        route = plan.backward(routes.sizes_of(q_local, k_local, transit), rotate)
         grads = ring.backward(
-            dout_local,
-            q_local,
-            k_local,
-            v_local,
-            lse,
-            delta,
-            plan,
-            way,
-            engine,
-            scale=scale,
-            deterministic=deterministic,
-        )
+            dout_local, q_local, k_local, v_local, lse, delta, route, way, engine,
+            scale=scale, deterministic=deterministic, transit=transit,
+        )  # fmt: skip
         return out, lse.transpose(1, 2), *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
     results = exchange.play(size, rank)

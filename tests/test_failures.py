@@ -109,7 +109,7 @@ def test_R99_a_hang_names_rank_hop_and_peer(pool, texts, tmp_path):
         )
         assert said[0].endswith("rank 1)")
     stacks = [(tmp_path / "tiny" / "hang" / f"rank-0000{rank}.txt").read_text() for rank in range(2)]
-    assert "in sleepy" in stacks[1] and "in _visits" in stacks[0]
+    assert "in sleepy" in stacks[1] and "in _arrive" in stacks[0]
 
 
 def test_a_hang_is_derived_from_the_steps_before(texts, tmp_path):

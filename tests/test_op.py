@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.utils.checkpoint as checkpointing
@@ -16,30 +18,31 @@ from ringflash.kernels import eager
 # --- explain
 
 
-def bytes_sent(ulysses: int, groups: int, name: str, dtype: torch.dtype) -> None:
+def bytes_sent(ulysses: int, groups: int, name: str, dtype: torch.dtype, rotate: str = "auto", **ring: Any) -> None:
     """What explain announces is what the transport carries."""
     sent, heads = {"forward": 0, "backward": 0}, {"forward": 0, "backward": 0}
-    phase, plain = ["forward"], exchange.Processes.post
+    phase, plain, keys = ["forward"], exchange.Processes.post, []
 
-    def counted(self, sends, receives, what):
+    def counted(self, sends, receives, what, slow=False):
         sent[phase[0]] += sum(x.numel() * x.element_size() for x in sends.values())
         heads[phase[0]] += what.startswith("heads")
-        return plain(self, sends, receives, what)
+        keys.extend([what] * len(sends) if phase[0] == "forward" and what.startswith("keys") else [])
+        return plain(self, sends, receives, what, slow)
 
     exchange.Processes.post = counted
     try:
         given = MASKS[name](64)
         window = given.pop("window", None)
-        layout = Ring(ulysses=ulysses).layout(64, **given)
+        layout = Ring(ulysses=ulysses, **ring).layout(64, **given)
         q, k, v = (layout.shard(x).requires_grad_() for x in inputs(64, groups=groups, dtype=dtype)[:3])
-        told = ringflash.explain(q, k, v, layout=layout, window=window)
-        out = ringflash.attention(q, k, v, layout=layout, window=window)
+        told = ringflash.explain(q, k, v, layout=layout, window=window, rotate=rotate)
+        out = ringflash.attention(q, k, v, layout=layout, window=window, rotate=rotate)
         phase[0] = "backward"
         out.sum().backward()
     finally:
         exchange.Processes.post = plain
     assert sent == {"forward": told.forward_bytes, "backward": told.backward_bytes}
-    assert (told.kernel, told.sends) == ("eager", max(0, len(told.hops) - 1))
+    assert (told.kernel, told.sends) == ("eager", len(keys))
     # out: q, k, v with dout, then lse and delta in one; back: out and lse, then dq, dk, dv
     assert heads == ({"forward": 3, "backward": 5} if ulysses > 1 else {"forward": 0, "backward": 0})
 
@@ -228,12 +231,13 @@ def test_opcheck(name):
     window = given.pop("window", ops.NO_WINDOW)
     layout = Ring().layout(32, **given)
     mask = (layout.segments, layout.cu_seqlens, layout.bounds, layout.causal, window, 0.25, "eager")
+    alone = (False, "", 1, 0.0, "ring", 0, "auto", "float32", "")
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.ringflash.attention.default, (*leaves, *mask, False, "", 1, 0.0))
-    out, lse = ringflash.ops.attention(*leaves, *mask, False, "", 1, 0.0)
+    torch.library.opcheck(torch.ops.ringflash.attention.default, (*leaves, *mask, *alone))
+    out, lse = ringflash.ops.attention(*leaves, *mask, *alone)
     saved = [x.detach() for x in (q, k, v, out, lse)]
     for given_dlse in (dlse, None):
-        arguments = (dout, given_dlse, *saved, *mask, False, "", 1, 0.0)
+        arguments = (dout, given_dlse, *saved, *mask, *alone)
         torch.library.opcheck(torch.ops.ringflash.attention_backward.default, arguments)
 
 

@@ -89,6 +89,7 @@ def test_every_way_to_split_the_ranks_is_there_and_none_that_heads_forbid():
     kinds = {(x.arrangement, x.ring, x.ulysses) for x in found.alternatives}
     assert kinds == {(name, 16 // u, u) for u in (1, 2, 4, 8) for name in ("ring", "gather", "double")
                      if (name, u) != ("double", 8)}  # fmt: skip
+    assert {x.arrangement for x in found.alternatives} == set(ringflash.ARRANGEMENTS)
     assert all(a.time_s <= b.time_s for a, b in itertools.pairwise(found.alternatives))
     assert str(found).count("->") == 1 and len(str(found).splitlines()) == 1 + len(kinds)
 

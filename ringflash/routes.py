@@ -1,0 +1,565 @@
+"""What travels round a ring, between which ranks, and no row that nobody needs: the hops of a call as data.
+
+A block (keys and values, or queries with what belongs to them) visits the ranks that need it; which rank gets it from
+whom is an arrangement, a few pure lines each. Every rank derives all of it alone, from layout and mask. numpy on the
+host, no device, no communication. Made by `ops`, read by `ring` and `travel`.
+
+Letters: P ring size, S global sequence. A hop is a distance: at hop h ring rank r works on the block of rank r - h.
+Where the ring is cut into P / I nodes of I ranks, h = o * I + i is o nodes and i ranks within a node, each modulo its
+own count. An element is a run of tokens of one owner which the same ranks need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .mask import Segments, View, plan_one_device, positions
+
+UNIT_BYTES = 16  # what TMA wants of starts and strides: parts of a row of bytes begin at multiples of it
+HOME = -1  # the owner of a block, where a leg begins or its gradients end
+TRAVELLERS = {"keys": "keys and values", "queries": "queries"}
+
+
+NOBODY = np.zeros(0, np.int64)  # no elements
+
+
+class Leg(NamedTuple):
+    """The way of every block to the rank `hop` behind its owner.
+
+    parent: the leg from whose end the block comes, or HOME; sink: the one to whose end gradients go on, or HOME
+    visit: legs with one number are computed together
+    slow_in, slow_out: the block, its gradients, go from node to node while others travel inside the nodes
+    """
+
+    hop: int
+    parent: int
+    sink: int
+    visit: int
+    slow_in: bool = False
+    slow_out: bool = False
+
+
+def ring(hops: list[int], inner: int) -> list[Leg]:
+    """Each rank passes on to the next what it had itself; gradients follow one hop behind."""
+    return [Leg(hop, i - 1, i + 1 if hop != hops[-1] else HOME, i) for i, hop in enumerate(hops)]
+
+
+def double(hops: list[int], inner: int) -> list[Leg]:
+    """A ring inside every node, and one between nodes whose blocks come a whole inner round before they are used.
+
+    What begins a round is sent on to the next node at once; gradients of a round are summed inside it, and go to the
+    next node while its round runs. Source: double ring of LoongTrain, arXiv:2406.18485.
+    """
+    rounds = [[hop for hop in hops if hop // inner == o] for o in dict.fromkeys(hop // inner for hop in hops)]
+    legs: list[Leg] = []
+    head = HOME  # the leg that began the round before; round 0 begins with the rank's own block
+    for at, members in enumerate(rounds):
+        first, last, outer = len(legs), len(legs) + len(members) - 1, members[0] // inner
+        after = last + len(rounds[at + 1]) if at + 1 < len(rounds) else HOME
+        for i, hop in enumerate(members, first):
+            parent = i - 1 if i > first else (head if outer else HOME)
+            crosses = i == last and (after != HOME or outer > 0)
+            sink = i + 1 if i < last else after
+            legs.append(Leg(hop, parent, sink, i, slow_in=i == first and outer > 0, slow_out=crosses))
+        head = first if outer else HOME
+    return legs
+
+
+def gather(hops: list[int], inner: int) -> list[Leg]:
+    """Every rank gets all that it needs from its owners at once, beside its own block, and computes it in one go."""
+    return [Leg(hop, HOME, HOME, 0) for hop in hops]
+
+
+# name -> (hops in order, ranks of a node) -> legs
+ARRANGEMENTS: dict[str, Callable[[list[int], int], list[Leg]]] = {"ring": ring, "double": double, "gather": gather}
+
+
+class Geometry(NamedTuple):
+    """size: P; inner: ranks of a node, P where there is one."""
+
+    size: int
+    inner: int
+
+    def holder(self, owner: Any, hop: int) -> Any:
+        """The rank where a block stands after this hop: an int, or numpy arrays of them."""
+        return self._moved(owner, hop, 1)
+
+    def owner(self, holder: Any, hop: int) -> Any:
+        """Whose block it is that stands here after this hop."""
+        return self._moved(holder, hop, -1)
+
+    def _moved(self, rank: Any, hop: int, sign: int) -> Any:
+        node, place = rank // self.inner, rank % self.inner
+        nodes = self.size // self.inner
+        return (node + sign * (hop // self.inner)) % nodes * self.inner + (place + sign * hop) % self.inner
+
+    def ordered(self, hops: list[int], down: bool) -> list[int]:
+        """Hops in the order of visits, away from the own rank and node: blocks go up the ranks, or down."""
+        sign, nodes = (-1 if down else 1), self.size // self.inner
+        return sorted(hops, key=lambda hop: (sign * (hop // self.inner) % nodes, sign * hop % self.inner))
+
+
+class Needs(NamedTuple):
+    """The sequence in elements, ascending, and who needs them. owner, start, length: int64 [E]; seen: bool [P, E]."""
+
+    owner: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    seen: np.ndarray
+
+    def at(self, geometry: Geometry, hop: int) -> np.ndarray:
+        """bool [E]: which elements are needed where they stand after this hop."""
+        return self.seen[geometry.holder(self.owner, hop), np.arange(len(self.owner))]
+
+    def segments(self, elements: np.ndarray) -> Segments:
+        """These elements as segments, neighbours joined."""
+        starts, ends = self.start[elements], (self.start + self.length)[elements]
+        if not len(starts):
+            return np.zeros((0, 2), np.int64)
+        breaks = np.flatnonzero(starts[1:] != ends[:-1])
+        begin, end = starts[np.concatenate(([0], breaks + 1))], ends[np.append(breaks, len(ends) - 1)]
+        return np.stack((begin, end - begin), 1)
+
+    def rows(self, part: np.ndarray, whole: np.ndarray) -> Rows:
+        """Where the tokens of the elements `part` lie among those of `whole`."""
+        counts = self.length[whole]
+        slots = np.searchsorted(whole, part)
+        begin = (np.cumsum(counts) - counts)[slots]
+        end = begin + counts[slots]
+        if not len(begin):
+            return Rows(np.zeros((0, 2), np.int64), int(counts.sum()))
+        breaks = np.flatnonzero(begin[1:] != end[:-1])
+        begin, end = begin[np.concatenate(([0], breaks + 1))], end[np.append(breaks, len(end) - 1)]
+        return Rows(np.stack((begin, end - begin), 1), int(counts.sum()))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a block, which has `of`. runs: int64 [n, 2] (first, count), ascending, none next to another."""
+
+    runs: np.ndarray
+    of: int
+    _made: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return int(self.runs[:, 1].sum())
+
+    @property
+    def all(self) -> bool:
+        """The whole block."""
+        return self.count == self.of
+
+    @property
+    def span(self) -> slice | None:
+        """The rows as a slice; None where they are several runs."""
+        if len(self.runs) > 1:
+            return None
+        first, count = self.runs[0].tolist() if len(self.runs) else (0, 0)
+        return slice(first, first + count)
+
+    def index(self, device: torch.device) -> torch.Tensor:
+        """int64 [count] on a device, made once."""
+        if device not in self._made:
+            self._made[device] = torch.from_numpy(positions(self.runs)).to(device)
+        return self._made[device]
+
+
+class Message(NamedTuple):
+    """Rows that go to a peer, or come from it. rows: of the block or of the sum that stands on this rank."""
+
+    peer: int
+    rows: Rows
+
+
+class Trip(NamedTuple):
+    """One batch of messages, which every rank posts at the same point of its walk. visit: for which, or HOME."""
+
+    visit: int
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    slow: bool
+    what: str
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+    """What one rank does between two waits.
+
+    view: what it computes, None without work; own: with its own block, which has not travelled
+    count: rows of the visiting block
+    trips: of blocks, posted before the kernel
+    total: rows of the sum of gradients which leaves with these returns; empty if none does
+    computed, added: the rows of the block whose gradients are computed here, and the rows of the sum that they are
+    returns: trips of gradients, posted behind the kernel and what arrived
+    """
+
+    view: View | None
+    own: bool
+    count: int
+    trips: tuple[Trip, ...]
+    total: int
+    computed: Rows
+    added: Rows
+    returns: tuple[Trip, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One rank's walk round the ring with one kind of block.
+
+    what: a key of TRAVELLERS; hops: distances in the order of visits, the same on every rank; may lack 0, may be empty
+    visits: one a hop, or one for several; trips: those that are posted before the first; home: own rows that leave
+    """
+
+    what: str
+    hops: tuple[int, ...]
+    visits: tuple[Visit, ...]
+    trips: tuple[Trip, ...]
+    home: Rows
+
+    @property
+    def first(self) -> int:
+        """Index of this rank's first visit with work; the number of visits if there is none."""
+        return next((i for i, visit in enumerate(self.visits) if visit.view), len(self.visits))
+
+    @property
+    def last(self) -> int:
+        """Index of this rank's last visit with work; -1 if there is none."""
+        return next((i for i in reversed(range(len(self.visits))) if self.visits[i].view), -1)
+
+    @property
+    def views(self) -> tuple[View | None, ...]:
+        """What is computed at each visit."""
+        return tuple(visit.view for visit in self.visits)
+
+    @property
+    def travels(self) -> bool:
+        """Anything leaves any rank."""
+        return any(self.hops)
+
+    @property
+    def block_trips(self) -> list[Trip]:
+        """All trips of blocks, in order."""
+        return [*self.trips, *(trip for visit in self.visits for trip in visit.trips)]
+
+    @property
+    def gradient_trips(self) -> list[Trip]:
+        """All trips of gradients, in order."""
+        return [trip for visit in self.visits for trip in visit.returns]
+
+    def sent_rows(self) -> tuple[int, int]:
+        """Rows of blocks and rows of gradients that this rank sends."""
+        blocks, gradients = (
+            sum(message.rows.count for trip in trips for message in trip.sends)
+            for trips in (self.block_trips, self.gradient_trips)
+        )
+        return blocks, gradients
+
+
+class Travel:
+    """The sets of elements that travel along each leg, for all ranks.
+
+    seen, kept, carried: bool [E] a leg: needed at its end; in the block that goes there: what this and all later ends
+    need, so it only shrinks; in the gradients that leave it: what this and all earlier ends touched, so it only grows
+    """
+
+    def __init__(self, needs: Needs, geometry: Geometry, arrangement: str, *, down: bool) -> None:
+        self.needs, self.geometry = needs, geometry
+        hops = [hop for hop in range(geometry.size) if needs.at(geometry, hop).any()]
+        self.hops = geometry.ordered(hops, down)
+        self.legs = ARRANGEMENTS[arrangement]([hop for hop in self.hops if hop], geometry.inner)
+        self.seen = [needs.at(geometry, leg.hop) for leg in self.legs]
+        self.kept, self.carried = ([seen.copy() for seen in self.seen] for _ in range(2))
+        for i, leg in reversed(list(enumerate(self.legs))):
+            if leg.parent != HOME:
+                self.kept[leg.parent] |= self.kept[i]
+        for i, leg in enumerate(self.legs):
+            if leg.sink != HOME:
+                self.carried[leg.sink] |= self.carried[i]
+
+    def rows(self) -> tuple[int, int]:
+        """Rows of blocks and rows of gradients that all ranks send together."""
+        length = self.needs.length
+        kept, carried = (int(sum(length[held].sum() for held in sets)) for sets in (self.kept, self.carried))
+        return kept, carried
+
+
+class Walk:
+    """One rank's visits and trips, out of a `Travel`. Elements are numbers in `needs`, always ascending."""
+
+    def __init__(self, travel: Travel, rank: int, what: str) -> None:
+        self.travel, self.rank, self.what = travel, rank, TRAVELLERS[what]
+        self.offset = int(0 in travel.hops)  # the own block is the first visit
+        owner = travel.needs.owner
+        self.owned = [np.flatnonzero(owner == other) for other in range(travel.geometry.size)]
+        self._here: dict[tuple[int, int], np.ndarray] = {}
+        self.groups: dict[int, list[int]] = {}
+        for i, leg in enumerate(travel.legs):
+            self.groups.setdefault(leg.visit, []).append(i)
+
+    def elements(self, sets: list[np.ndarray], leg: int, owner: int) -> np.ndarray:
+        """Of the block of `owner`, what is in the set of this leg."""
+        mine = self.owned[owner]
+        return mine[sets[leg][mine]]
+
+    def here(self, sets: list[np.ndarray], visit: int) -> np.ndarray:
+        """The elements that stand here at this visit, or leave from home."""
+        key = (id(sets), visit)
+        if key not in self._here:
+            legs = self.travel.legs
+            if visit == HOME:
+                kept = [self.elements(sets, i, self.rank) for i, leg in enumerate(legs) if leg.parent == HOME]
+            else:
+                kept = [self.elements(sets, i, self._owner(legs[i].hop)) for i in self.groups[visit]]
+            self._here[key] = kept[0] if len(kept) == 1 else np.unique(np.concatenate([NOBODY, *kept]))
+        return self._here[key]
+
+    def _owner(self, hop: int) -> int:
+        return int(self.travel.geometry.owner(self.rank, hop))
+
+    def _message(self, sets: list[np.ndarray], leg: int, hop: int, other: int, whole: np.ndarray) -> list[Message]:
+        """At most one: what travels along `leg` of the block that stands here after `hop`, and there after `other`."""
+        owner = self._owner(hop)
+        elements = self.elements(sets, leg, owner)
+        if not len(elements):
+            return []
+        peer = int(self.travel.geometry.holder(owner, other))
+        return [Message(peer, self.travel.needs.rows(elements, whole))]
+
+    def _hop(self, leg: int) -> int:
+        return 0 if leg == HOME else self.travel.legs[leg].hop
+
+    def trips(self, visit: int) -> tuple[Trip, ...]:
+        """The blocks that are sent on when those of `visit`, or the own ones (HOME), are here."""
+        legs, kept = self.travel.legs, self.travel.kept
+        parents = [HOME] if visit == HOME else self.groups[visit]
+        made = []
+        below = [i for i, leg in enumerate(legs) if leg.parent in parents]
+        for target in dict.fromkeys(legs[i].visit for i in below):
+            children = [i for i in below if legs[i].visit == target]
+            sends, receives = [], []
+            for i in children:
+                hop, before = legs[i].hop, self._hop(legs[i].parent)
+                sends += self._message(kept, i, before, hop, self.here(kept, visit))
+                receives += self._message(kept, i, hop, before, self.here(kept, target))
+            what = f"{self.what} for hop {', '.join(str(legs[i].hop) for i in children)}"
+            if sends or receives:
+                slow = legs[children[0]].slow_in
+                made.append(Trip(target + self.offset, tuple(sends), tuple(receives), slow, what))
+        return tuple(sorted(made, key=lambda trip: not trip.slow))  # those with the longest way first
+
+    def returns(self, visit: int) -> tuple[Trip, ...]:
+        """The gradients that leave when those of `visit` are summed."""
+        legs, carried = self.travel.legs, self.travel.carried
+        whole = self.here(carried, visit)
+        sends, receives = [], []
+        for i in self.groups[visit]:
+            hop, sink = legs[i].hop, legs[i].sink
+            target = self.owned[self.rank] if sink == HOME else self.here(carried, legs[sink].visit)
+            sends += self._message(carried, i, hop, self._hop(sink), whole)
+            receives += self._message(carried, i, self._hop(sink), hop, target)
+        if not sends and not receives:
+            return ()
+        leg = legs[self.groups[visit][0]]
+        goal = HOME if leg.sink == HOME else legs[leg.sink].visit + self.offset
+        way = "home from" if goal == HOME else "after"
+        what = f"gradients {way} hop {', '.join(str(legs[i].hop) for i in self.groups[visit])}"
+        return (Trip(goal, tuple(sends), tuple(receives), leg.slow_out, what),)
+
+
+def runs_of_keys(lo: np.ndarray, hi: np.ndarray, queries: list[Segments]) -> list[np.ndarray]:
+    """The keys that each rank's queries see, int64 [n, 2] (begin, end) a rank: ascending, none next to another."""
+    parts = np.concatenate(queries)
+    owner = np.repeat(np.arange(len(queries)), [len(part) for part in queries])
+    # between two rows of a segment there is a gap where the next one begins behind the end of this one
+    gaps = np.flatnonzero(lo[1:] > hi[:-1]) + 1
+    edges = np.unique(np.concatenate((parts[:, 0], parts.sum(1), gaps)))
+    order = np.argsort(parts[:, 0], kind="stable")
+    where = order[np.searchsorted(parts[order, 0], edges[:-1], "right") - 1]
+    begin, end, owners = lo[edges[:-1]].astype(np.int64), hi[edges[1:] - 1].astype(np.int64), owner[where]
+    return [_joined(begin[owners == rank], end[owners == rank]) for rank in range(len(queries))]
+
+
+def runs_of_queries(lo: np.ndarray, hi: np.ndarray, keys: list[Segments]) -> list[np.ndarray]:
+    """The rows that see any key of each rank, as `runs_of_keys`; rows that see nothing at all may lie among them."""
+    runs = []
+    for part in keys:
+        begin = np.searchsorted(hi, part[:, 0], "right")
+        runs.append(_joined(begin, np.searchsorted(lo, part.sum(1), "left")))
+    return runs
+
+
+def _joined(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Runs whose begins and ends never fall -> those that are not empty, joined where they touch."""
+    filled = begin < end
+    begin, end = begin[filled], end[filled]
+    if not len(begin):
+        return np.zeros((0, 2), np.int64)
+    breaks = np.flatnonzero(begin[1:] > end[:-1])
+    return np.stack((begin[np.concatenate(([0], breaks + 1))], end[np.append(breaks, len(end) - 1)]), 1)
+
+
+def needs_of(what: str, lo: np.ndarray, hi: np.ndarray, segments: list[Segments]) -> Needs:
+    """Which keys each rank needs for its queries, or which queries for its keys.
+
+    lo, hi: int32 [S], the intervals of the whole sequence; segments: of every ring rank
+    """
+    extra = NOBODY
+    if what == "queries":
+        runs = runs_of_queries(lo, hi, segments)
+        extra = np.flatnonzero(np.diff(lo < hi)) + 1
+    else:
+        runs = runs_of_keys(lo, hi, segments)
+    parts = np.concatenate(segments)
+    edges = np.unique(np.concatenate((parts[:, 0], parts.sum(1), extra, *(run.ravel() for run in runs))))
+    start = edges[:-1]
+    owners = np.repeat(np.arange(len(segments)), [len(part) for part in segments])
+    order = np.argsort(parts[:, 0], kind="stable")
+    owner = owners[order[np.searchsorted(parts[order, 0], start, "right") - 1]]
+    seen = np.stack([_inside(start, run) for run in runs])
+    if what == "queries":
+        seen &= (lo < hi)[start]
+    return Needs(owner, start, np.diff(edges), seen)
+
+
+def _inside(start: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    """bool: does each element lie in a run?"""
+    if not len(runs):
+        return np.zeros(len(start), bool)
+    at = np.searchsorted(runs[:, 0], start, "right") - 1
+    return (at >= 0) & (start < runs[at, 1])
+
+
+class Sizes(NamedTuple):
+    """Bytes of one token of each thing that may travel, on one rank."""
+
+    keys: int
+    key_gradients: int
+    queries: int
+    query_gradients: int
+
+    def bytes_of(self, what: str, blocks: int, gradients: int) -> int:
+        """Bytes of so many rows of blocks and of gradients."""
+        if what == "keys":
+            return blocks * self.keys + gradients * self.key_gradients
+        return blocks * self.queries + gradients * self.query_gradients
+
+
+def sizes_of(q: torch.Tensor, k: torch.Tensor, transit: torch.dtype, ulysses: int = 1) -> Sizes:
+    """Bytes of a token of q [B, L, H, D] and k [B, L, G, D], as `travel` lays them into rows.
+
+    transit: the type of gradients under way; ulysses: ranks over which the heads are split
+    """
+    heads = [max(1, x.shape[2] // ulysses) for x in (k, q)]
+    tensors = [q.element_size() * q.shape[0] * q.shape[3] * count for count in heads]
+    rows = -(-4 * q.shape[0] * heads[1] // UNIT_BYTES) * UNIT_BYTES  # lse or delta
+    gradients = [size // q.element_size() * transit.itemsize for size in tensors]
+    return Sizes(2 * tensors[0], 2 * gradients[0], 2 * tensors[1] + 2 * rows, gradients[1])
+
+
+class Plan:
+    """All ways of one rank round the ring for one layout and mask; each is made when it is asked for.
+
+    segments: of every ring rank; lo, hi: int32 [S]; arrangement: a key of ARRANGEMENTS; inner: ranks of a node
+    """
+
+    def __init__(
+        self, segments: list[Segments], ring_rank: int, lo: np.ndarray, hi: np.ndarray, *,
+        arrangement: str = "ring", inner: int | None = None,
+    ) -> None:  # fmt: skip
+        self._segments, self.rank, self._lo, self._hi = segments, ring_rank, lo, hi
+        self.geometry = Geometry(len(segments), inner or len(segments))
+        self._arrangement = arrangement
+        self._made: dict[Any, Any] = {}
+
+    def _memo(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def travel(self, what: str, *, down: bool) -> Travel:
+        """What travels, for all ranks."""
+        needs = self._memo(what, lambda: needs_of(what, self._lo, self._hi, self._segments))
+        return self._memo((what, down), lambda: Travel(needs, self.geometry, self._arrangement, down=down))
+
+    @cached_property
+    def forward(self) -> Route:
+        """Keys and values travel, in the direction that moves fewer rows."""
+        return self.route(
+            "keys", down=self.travel("keys", down=True).rows()[0] < self.travel("keys", down=False).rows()[0]
+        )
+
+    def backward(self, sizes: Sizes, rotate: str = "auto") -> Route:
+        """Whatever moves fewest bytes: keys and values or queries, with their gradients, up or down the ranks.
+
+        rotate: "keys" or "queries" leaves the direction alone to choose
+        """
+        kinds = list(TRAVELLERS) if rotate == "auto" else [rotate]
+        if self.geometry.size == 1:
+            return self.forward
+        ways = [(what, down) for what in kinds for down in (False, True)]
+        cost = lambda way: sizes.bytes_of(way[0], *self.travel(way[0], down=way[1]).rows())  # noqa: E731
+        what, down = min(ways, key=cost)  # the first of equals
+        return self.route(what, down=down)
+
+    def route(self, what: str, *, down: bool) -> Route:
+        """One rank's walk."""
+        return self._memo(("route", what, down), lambda: self._route(what, self.travel(what, down=down)))
+
+    def _route(self, what: str, travel: Travel) -> Route:
+        walk = Walk(travel, self.rank, what)
+        own = walk.owned[self.rank]
+        nothing = Rows(np.zeros((0, 2), np.int64), 0)
+        visits = []
+        if walk.offset:
+            works = bool(travel.needs.seen[self.rank, own].any())
+            view = self._view(what, travel.needs, own) if works else None
+            visits.append(Visit(view, True, int(travel.needs.length[own].sum()), (), 0, nothing, nothing, ()))
+        for number in walk.groups:
+            block, total = walk.here(travel.kept, number), walk.here(travel.carried, number)
+            touched = walk.here(travel.seen, number)
+            view = self._view(what, travel.needs, block) if len(touched) else None
+            rows = travel.needs.rows
+            visits.append(
+                Visit(
+                    view, False, int(travel.needs.length[block].sum()), walk.trips(number),
+                    int(travel.needs.length[total].sum()), rows(touched, block), rows(touched, total),
+                    walk.returns(number),
+                )
+            )  # fmt: skip
+        home = travel.needs.rows(walk.here(travel.kept, HOME), own)
+        return Route(what, tuple(travel.hops), tuple(visits), walk.trips(HOME), home)
+
+    def _view(self, what: str, needs: Needs, elements: np.ndarray) -> View:
+        """The own queries and these keys, or these queries and the own keys; one object for equal ones."""
+        block, own = needs.segments(elements), self._segments[self.rank]
+        queries, keys = (own, block) if what == "keys" else (block, own)
+
+        def bounds() -> tuple[np.ndarray, np.ndarray]:
+            rows = positions(queries)
+            return self._lo[rows], self._hi[rows]
+
+        lo, hi = self._memo(queries.tobytes(), bounds)
+        return self._memo((queries.tobytes(), keys.tobytes()), lambda: View(lo, hi, queries, keys))
+
+
+class OneDevice:
+    """The plan of one device: all queries against all keys, whose lengths may differ. Nothing travels."""
+
+    def __init__(self, num_keys: int, lo: np.ndarray, hi: np.ndarray) -> None:
+        nothing = Rows(np.zeros((0, 2), np.int64), 0)
+        plan = plan_one_device(num_keys, lo, hi)
+        visits = [Visit(view, True, num_keys, (), 0, nothing, nothing, ()) for view in plan.views]
+        self.forward = Route("keys", plan.hops, tuple(visits), (), nothing)
+
+    def backward(self, sizes: Sizes, rotate: str = "auto") -> Route:
+        """The same: there is nothing to choose."""
+        return self.forward

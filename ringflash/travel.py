@@ -1,0 +1,286 @@
+"""What travels, as messages: blocks that visit this rank hop by hop, and the sums of gradients that follow them.
+
+`Blocks` sends on what stands here before the kernel runs and waits behind it, `Sums` does the same for gradients, one
+hop behind. Which rows go to whom is a `routes.Route`; the calls are those of `exchange`. Rows are tokens, outermost in
+memory, so that a run of rows is one message without a copy; only rows that are several runs are packed first.
+Called by `ring`.
+
+Letters: B batch, L local tokens, n rows, H heads of a tensor, D head dimension, F gradients of one kind of block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .exchange import Pending, Transport
+from .routes import HOME, UNIT_BYTES, Message, Route, Rows, Trip, Visit
+
+
+def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """These rows of x [n, ...]: a view where they are one run, else a copy."""
+    return x[rows.span] if rows.span else x.index_select(0, rows.index(x.device))
+
+
+def add(x: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
+    """x[rows] += values, for x [n, ...] in fp32."""
+    if rows.span:
+        x[rows.span] += values
+    else:
+        x.index_add_(0, rows.index(x.device), values.to(x.dtype))
+
+
+class Record:
+    """How tensors lie side by side in the row of a token, in bytes: types may differ, and all go in one message.
+
+    tensors: [B, L, H, D], or [B, H, L] for one number a head
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._dims = [1 if x.dim() == 4 else 2 for x in tensors]
+        self._dtypes = [x.dtype for x in tensors]
+        self._shapes = [x.movedim(dim, 0).shape[1:] for x, dim in zip(tensors, self._dims, strict=True)]
+        sizes = [shape.numel() * x.element_size() for shape, x in zip(self._shapes, tensors, strict=True)]
+        ends = [0]
+        for size in sizes:
+            ends.append(ends[-1] + -(-size // UNIT_BYTES) * UNIT_BYTES)
+        self._places = [slice(start, start + size) for start, size in zip(ends, sizes, strict=False)]
+        self.num_bytes = ends[-1]
+
+    def read(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that lie in a block, uint8 [n, num_bytes]: views, [B, n, H, D] or [B, H, n]."""
+        fields = zip(self._places, self._dtypes, self._shapes, self._dims, strict=True)
+        return [self._field(block, *field) for field in fields]
+
+    def _field(
+        self, block: torch.Tensor, place: slice, dtype: torch.dtype, shape: torch.Size, dim: int
+    ) -> torch.Tensor:
+        if not self.num_bytes:  # an empty batch
+            return torch.empty(len(block), *shape, dtype=dtype, device=block.device).movedim(0, dim)
+        return block[:, place].view(dtype).unflatten(1, shape).movedim(0, dim)
+
+    def write(self, tensors: Sequence[torch.Tensor], rows: Rows, block: torch.Tensor) -> None:
+        """Copy these rows of the tensors into a block."""
+        for x, into, dim in zip(tensors, self.read(block), self._dims, strict=True):
+            if rows.span:
+                into.copy_(x.narrow(dim, rows.span.start, rows.count))
+            else:
+                into.copy_(x.index_select(dim, rows.index(x.device)))
+
+
+class Pool:
+    """Buffers of one shape that are used again: a loop allocates in its first rounds only.
+
+    A buffer given back is free on the stream of the kernels, on which the exchange waits before it fills it.
+    """
+
+    def __init__(self, num_rows: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._make = lambda: torch.empty(num_rows, *shape, dtype=dtype, device=device)
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        """A buffer with any content."""
+        return self._free.pop() if self._free else self._make()
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """It may be filled anew."""
+        self._free.append(buffer)
+
+
+class Loan:
+    """A buffer of a pool that goes back when all its users have let go."""
+
+    def __init__(self, pool: Pool, users: int) -> None:
+        self._pool, self.buffer, self._users = pool, pool.take(), users
+
+    def let_go(self) -> None:
+        """One user less."""
+        self._users -= 1
+        if not self._users:
+            self._pool.give(self.buffer)
+
+
+class Posted(NamedTuple):
+    """A trip under way. arriving: a buffer and its rows for each receive.
+
+    source, sends: what is sent from, or None, and what is sent: kept until it has gone
+    """
+
+    pending: Pending
+    source: Loan | None
+    sends: list[torch.Tensor]
+    arriving: list[tuple[Loan, Message]]
+
+
+def _largest(messages: Iterator[Message]) -> int:
+    return max((message.rows.count for message in messages), default=0)
+
+
+class Blocks:
+    """The blocks that visit this rank. Each is here from `visit` on, until the next one is asked for."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], route: Route, transport: Transport | None) -> None:
+        self._tensors, self._route, self._transport = tensors, route, transport
+        self._device = tensors[0].device
+        self._record = Record(tensors)
+        counts = [route.home.count, *(visit.count for visit in route.visits if not visit.own)]
+        self._pool = Pool(max(counts), [self._record.num_bytes], torch.uint8, self._device)
+        trips = [trip for trip in route.block_trips for message in trip.receives if not message.rows.span]
+        self._loose = Pool(
+            _largest(message for trip in trips for message in trip.receives),
+            [self._record.num_bytes], torch.uint8, self._device,
+        )  # fmt: skip
+        self._posted: dict[int, list[Posted]] = {}
+        self._loans: dict[int, Loan] = {}
+
+    def __iter__(self) -> Iterator[tuple[Visit, list[torch.Tensor]]]:
+        """Each visit with its tensors; what later visits need of it is on its way when it is handed out."""
+        route = self._route
+        if route.trips:
+            self._leave_home()
+        for i, visit in enumerate(route.visits):
+            for posted in self._posted.pop(i, []):
+                self._arrive(i, posted)
+            if visit.own:
+                yield visit, list(self._tensors)
+                continue
+            block = self._loan(i)
+            for trip in visit.trips:
+                self._post(trip, block, visit.count)
+            yield visit, self._record.read(block.buffer[: visit.count])
+            self._loans.pop(i).let_go()
+
+    def _loan(self, i: int) -> Loan:
+        """The buffer of a visit, with which its kernel and each of its trips have to do."""
+        if i not in self._loans:
+            self._loans[i] = Loan(self._pool, 1 + len(self._route.visits[i].trips))
+        return self._loans[i]
+
+    def _leave_home(self) -> None:
+        assert self._transport is not None, "a ring of one rank has no hop but 0"
+        home = Loan(self._pool, len(self._route.trips))
+        with self._transport.beside(self._device):
+            self._record.write(self._tensors, self._route.home, home.buffer[: self._route.home.count])
+        for trip in self._route.trips:
+            self._post(trip, home, self._route.home.count)
+
+    def _post(self, trip: Trip, source: Loan, count: int) -> None:
+        assert self._transport is not None
+        arriving, receives = [], {}
+        target = self._route.visits[trip.visit]
+        for message in trip.receives:
+            span = message.rows.span
+            loan = self._loan(trip.visit) if span else Loan(self._loose, 1)
+            room = loan.buffer[: target.count][span] if span else loan.buffer[: message.rows.count]
+            arriving += [] if span else [(loan, message)]
+            receives[message.peer] = room
+        with self._transport.beside(self._device):
+            block = source.buffer[:count]
+            sends = {message.peer: take(block, message.rows) for message in trip.sends}
+            pending = self._transport.post(sends, receives, trip.what, trip.slow)
+        self._posted.setdefault(trip.visit, []).append(Posted(pending, source, list(sends.values()), arriving))
+
+    def _arrive(self, i: int, posted: Posted) -> None:
+        posted.pending.wait()
+        if posted.source:
+            posted.source.let_go()
+        for loose, message in posted.arriving:
+            block = self._loan(i).buffer[: self._route.visits[i].count]
+            block.index_copy_(0, message.rows.index(self._device), loose.buffer[: message.rows.count])
+            loose.let_go()
+
+
+class Sums:
+    """The sums of gradients that follow the blocks one hop behind, in fp32, and what has come home of the own ones.
+
+    own: the gradients of the own block, [B, L, H, D] fp32 each, to which all that comes home is added
+    transit: the type in which they travel; sums are fp32
+    """
+
+    def __init__(
+        self, own: Sequence[torch.Tensor], route: Route, transport: Transport | None, transit: torch.dtype
+    ) -> None:
+        self._own, self._route, self._transport = own, route, transport
+        self._device = own[0].device
+        batch, _, heads, width = own[0].shape
+        shape = (len(own), batch, heads, width)
+        totals = max((visit.total for visit in route.visits), default=0)
+        received = _largest(message for trip in route.gradient_trips for message in trip.receives)
+        counts = max((visit.count for visit in route.visits if not visit.own), default=0)
+        fp32 = torch.float32
+        self._fresh = Pool(counts, shape, fp32, self._device)
+        self._arriving = Pool(received, shape, transit, self._device)
+        self._totals = Pool(totals, shape, fp32, self._device)
+        self._rounded = None if transit == fp32 else Pool(totals, shape, transit, self._device)
+        self._posted: dict[int, list[Posted]] = {}
+
+    def fresh(self, visit: Visit) -> tuple[Loan, list[torch.Tensor]]:
+        """Room for what a kernel computes at this visit: a loan, and its views [B, n, H, D], fp32, any content."""
+        loan = Loan(self._fresh, 1)
+        return loan, [loan.buffer[: visit.count, f].movedim(0, 1) for f in range(len(self._own))]
+
+    def pass_on(self, i: int, fresh: Loan | None) -> None:
+        """Add what was computed at visit i to what has arrived for it, and send the sum on."""
+        visit = self._route.visits[i]
+        if visit.own:
+            return
+        total = self._summed(i, visit, fresh)
+        if fresh:
+            fresh.let_go()
+        for trip in visit.returns:
+            self._post(trip, total, visit.total)
+        if total and not visit.returns:
+            total.let_go()
+
+    def come_home(self) -> None:
+        """Wait for the gradients of the own block and add them."""
+        for posted in self._posted.pop(HOME, []):
+            for part, message in self._arrived(posted):
+                for f, x in enumerate(self._own):
+                    add(x.movedim(1, 0), message.rows, part.buffer[: message.rows.count, f])
+                part.let_go()
+
+    def _summed(self, i: int, visit: Visit, fresh: Loan | None) -> Loan | None:
+        arrived = [part for posted in self._posted.pop(i, []) for part in self._arrived(posted)]
+        if not visit.total:
+            return None
+        parts = [(message.rows, loan.buffer[: message.rows.count]) for loan, message in arrived]
+        if fresh:
+            parts.append((visit.added, take(fresh.buffer[: visit.count], visit.computed)))
+        whole = next((at for at, (rows, _) in enumerate(parts) if rows.all), None)
+        if whole is not None and whole < len(arrived) and not self._rounded:
+            total = arrived.pop(whole)[0]  # a sum that came whole is added to where it lies
+        else:
+            total = Loan(self._totals, 1)
+            if whole is None:
+                total.buffer[: visit.total].zero_()
+            else:
+                total.buffer[: visit.total].copy_(parts[whole][1])
+        for at, (rows, part) in enumerate(parts):
+            if at != whole:
+                add(total.buffer[: visit.total], rows, part)
+        for loan, _ in arrived:
+            loan.let_go()
+        return total
+
+    def _arrived(self, posted: Posted) -> list[tuple[Loan, Message]]:
+        posted.pending.wait()
+        if posted.source:
+            posted.source.let_go()
+        return posted.arriving
+
+    def _post(self, trip: Trip, total: Loan | None, count: int) -> None:
+        assert self._transport is not None
+        arriving = [(Loan(self._arriving, 1), message) for message in trip.receives]
+        receives = {message.peer: loan.buffer[: message.rows.count] for loan, message in arriving}
+        if total and self._rounded:
+            rounded = Loan(self._rounded, 1)
+            rounded.buffer[:count].copy_(total.buffer[:count])
+            total.let_go()
+            total = rounded
+        with self._transport.beside(self._device):
+            sends = {message.peer: take(total.buffer[:count], message.rows) for message in trip.sends} if total else {}
+            pending = self._transport.post(sends, receives, trip.what, trip.slow)
+        self._posted.setdefault(trip.visit, []).append(Posted(pending, total, list(sends.values()), arriving))
