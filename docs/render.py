@@ -200,8 +200,11 @@ def travel() -> str:
         if row["arrangement"] != "ring":
             continue
         once = gathered[key_of(row)]
-        pairs = [f"{x[a] / 1e9:.3f} + {x[b] / 1e9:.3f}" for x, a, b in (
-            (row, "whole_forward_bytes", "whole_backward_bytes"), (once, "forward_bytes", "backward_bytes"))]  # fmt: skip
+        both = [
+            (row["whole_forward_bytes"], row["whole_backward_bytes"]),
+            (once["forward_bytes"], once["backward_bytes"]),
+        ]
+        pairs = [f"{there / 1e9:.3f} + {back / 1e9:.3f}" for there, back in both]
         lines.append([str(row["ranks"]), row["mask"], row["layout"], f"{row['heads']} / {row['groups']}",
                       str(row["hops"]), f"{row['forward_bytes'] / 1e9:.3f}", f"{row['backward_bytes'] / 1e9:.3f}",
                       row["rotates"], *pairs])  # fmt: skip
