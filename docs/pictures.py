@@ -146,7 +146,33 @@ def _totals(rows: Rows, name: str, join: Callable, method: str | None = None) ->
     return lengths, [join(r[name] / r["batch"] for r in chosen if r["length"] == n) / 1e9 for n in lengths]
 
 
-def pictures(sweep: Rows, counted: Rows) -> Iterator[tuple[Path, Rows, Callable[[Rows, Path], None]]]:
+def timeline(rows: Rows, path: Path) -> None:
+    """Each rank's hops as bars in time, a panel a layout; the gaps are waiting. rows: one, see render.timeline_rows."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    (row,) = rows
+    colours = ("#2f81f7", "#2a9d8f", "#bf8700", "#d1453b", "#8957e5", "#c255a0", "#8c959f", "#57606a")
+    with mpl.rc_context(_style()):
+        figure = Figure(figsize=(12, 3.2), layout="constrained")
+        handles: dict[str, object] = {}
+        for axes, (name, (start, end)) in zip(
+            figure.subplots(1, 2, sharex=True, sharey=True), row["hops"].items(), strict=True
+        ):
+            for hop in range(row["ranks"]):
+                begun, length = [s[hop] for s in start], [e[hop] - s[hop] for s, e in zip(start, end, strict=True)]
+                bars = axes.barh(range(row["ranks"]), length, left=begun, color=colours[hop % len(colours)], height=0.8)
+                handles[f"hop {hop}"] = bars
+            axes.set_title(f"{name}: makespan {row['makespan'][name]:.2f} of the ideal")
+            axes.set_xlabel("ms" if row["tflops"] else "million pairs")
+            axes.grid(True, axis="x")
+        figure.axes[0].set_ylabel("rank")
+        figure.axes[0].invert_yaxis()
+        _legend(figure, handles, row["ranks"])
+        save(figure, path, rows)
+
+
+def pictures(sweep: Rows, counted: Rows, ring: Rows) -> Iterator[tuple[Path, Rows, Callable[[Rows, Path], None]]]:
     """(file, rows, how it is drawn) of every picture that these results make."""
     for grouped in (False, True):
         for width in (128, 64, 256):
@@ -155,3 +181,4 @@ def pictures(sweep: Rows, counted: Rows) -> Iterator[tuple[Path, Rows, Callable[
                 yield IMAGES / f"attention_d{width}{'_grouped' if grouped else ''}.svg", rows, speed
     if counted:
         yield IMAGES / "traffic.svg", counted, traffic
+    yield IMAGES / "timeline.svg", ring, timeline

@@ -8,6 +8,7 @@ written by the command that measured: see their "command", "commit", "hardware" 
 lines every row has.
 """
 
+import functools
 import json
 import re
 import sys
@@ -145,7 +146,7 @@ def speeds() -> str:
         cases.setdefault(of_case(row), {})[row["kernel"], row["form"]] = rate
     lines = [[*map(str, case), *(rates.get(name, "") for name in names)] for case, rates in cases.items()]
     head = ["D", "heads", "mask", "direction", "tokens", *names.values()]
-    shown = [f"![{path.stem}](images/{path.name})" for path, _, _ in made() if path.stem != "traffic"]
+    shown = [f"![{path.stem}](images/{path.name})" for path, _, _ in made() if path.stem.startswith("attention")]
     note = "-: refused, or failed; the row in the file says why."
     return "\n\n".join([*shown, folded("Every number", table(head, lines)), f"{note} {sources(rows)}"]) + "\n"
 
@@ -189,6 +190,32 @@ def traffic() -> str:
     return f"{picture}\n\n{table(head, lines)}\n{linear(rows)}\n{gpt2(rows)}\n\n{sources(rows)}\n"
 
 
+def travel() -> str:
+    """Bytes that a rank of a ring sends, beside those of whole blocks."""
+    head = ["ranks", "mask", "layout", "heads", "hops", "forward GB", "backward GB", "travels back", "whole blocks GB",
+            "all at once GB"]  # fmt: skip
+    rows = rows_of("travel")
+    gathered = {key_of(row): row for row in rows if row["arrangement"] == "gather"}
+    lines = []
+    for row in rows:
+        if row["arrangement"] != "ring":
+            continue
+        once = gathered[key_of(row)]
+        both = [
+            (row["whole_forward_bytes"], row["whole_backward_bytes"]),
+            (once["forward_bytes"], once["backward_bytes"]),
+        ]
+        pairs = [f"{there / 1e9:.3f} + {back / 1e9:.3f}" for there, back in both]
+        lines.append([str(row["ranks"]), row["mask"], row["layout"], f"{row['heads']} / {row['groups']}",
+                      str(row["hops"]), f"{row['forward_bytes'] / 1e9:.3f}", f"{row['backward_bytes'] / 1e9:.3f}",
+                      row["rotates"], *pairs])  # fmt: skip
+    return f"{table(head, lines)}\n{sources(rows)}\n"
+
+
+def key_of(row: dict) -> tuple:
+    return tuple(row[name] for name in ("ranks", "mask", "layout", "heads", "groups"))
+
+
 def linear(rows: list[dict]) -> str:
     """How far our bytes are above each tensor once, forward and backward together, and over which lengths."""
     long = [row for row in rows if row["method"] == "ours" and row["name"] != "GPT-2" and "bytes" in row]
@@ -211,6 +238,80 @@ def gpt2(rows: list[dict]) -> str:
         found[method] = [sum(row[name] for row in mine) for name in ("bytes", "ms")]
     fewer, faster = (plain / ours for plain, ours in zip(found["plain"], found["ours"], strict=True))
     return f"At GPT-2's shape, forward and backward: {fewer:.1f} times fewer bytes, {faster:.1f} times less time."
+
+
+def ring_rank() -> str:
+    """What one rank of a ring reaches, beside one launch."""
+    rows = rows_of("ring_rank")
+    if not rows:
+        return unmeasured("python benchmarks/ring_rank.py --bars")
+    head = ["P", "L", "heads", "layout", "forward", "backward", "both", "TFLOP/s", "of one device", "of causal",
+            "predicted ms", "ms"]  # fmt: skip
+    cases: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        case = (row["ranks"], row["local"], f"{row['heads']}:{row['kv_heads']}", row["layout"])
+        cases.setdefault(case, {})[row["direction"]] = row
+    lines = []
+    for case, ways in cases.items():
+        both = ways.get("both", {})
+        shares = [f"{ways[way]['share']:.3f}" if way in ways else "" for way in ("forward", "backward", "both")]
+        ratios = [f"{both[name]:.3f}" if name in both else "" for name in ("to_single", "to_causal")]
+        rate, predicted, ms = (f"{both[n]:.{d}f}" if both.get(n) is not None else ""
+                               for n, d in (("tflops", 0), ("predicted_ms", 2), ("ms", 2)))  # fmt: skip
+        lines.append([*map(str, case), *shares, rate, *ratios, predicted, ms])
+    return table(head, lines) + f"\n{sources(rows)}\n"
+
+
+def planning() -> str:
+    """How long the balanced layout of a batch takes, and how even it is."""
+    rows = rows_of("planning")
+    if not rows:
+        return unmeasured("python benchmarks/planning.py")
+    fields = ("kind", "documents", "tokens", "ranks", "ms", "cpu_ms", "fastest_ms", "segments", "makespan")
+    lines = [
+        [f"{row[name]:,}" if name in ("documents", "tokens") else str(row[name]) for name in fields] for row in rows
+    ]
+    return table(list(fields), lines) + f"\n{sources(rows)}\n"
+
+
+def timeline() -> str:
+    """The picture of one ring."""
+    (row,) = timeline_rows()
+    time = (
+        f"at the {row['tflops']:.0f} TFLOP/s of one rank on one GPU" if row["tflops"] else "in pairs of query and key"
+    )
+    even = row["makespan"]
+    return (
+        "![Each rank's hops in time](docs/images/timeline.svg)\n\n"
+        f"A ring of {row['ranks']} with {row['documents']} packed documents in {row['tokens']:,} tokens, forward: the "
+        f"hops of each rank, simulated from the pairs of each, {time}.\nMakespan over the ideal: "
+        f"{even['balanced']:.3f} in layout balanced, {even['zigzag']:.3f} in zigzag.\n"
+    )
+
+
+@functools.cache
+def timeline_rows() -> list[dict]:
+    """What the picture shows: the begin and end of each rank's hops, simulated, in ms where a rate is measured."""
+    sys.path[:0] = [str(BENCHMARKS), str(DOCS.parent)]
+    import numpy as np
+    from cases import documents
+
+    from ringflash import LAYOUTS, makespan, mask
+    from ringflash.layouts.documents import Documents
+
+    size, tokens, heads, width = 8, 65536, 16, 128
+    borders = np.array(documents(tokens))
+    lo, hi = mask.intervals(tokens, tokens, causal=True, cu_seqlens=borders.astype(np.int32))
+    wanted = {"ranks": size, "local": tokens // size, "kv_heads": heads, "mask": "documents", "direction": "forward"}
+    rates = [row["tflops"] for row in rows_of("ring_rank") if wanted.items() <= row.items()]
+    scale = 4 * width * heads / rates[-1] / 1e9 if rates else 1e-6  # ms a pair, or millions of pairs
+    hops, even = {}, {}
+    for name in ("balanced", "zigzag"):
+        work = makespan.pairs(LAYOUTS[name].segments(tokens, size, 1, Documents(borders, True)), lo, hi)
+        start, end = (x.round(4).tolist() for x in makespan.simulate(work * scale))
+        hops[name], even[name] = [start, end], round(makespan.ratio(work), 4)
+    return [{"ranks": size, "tokens": tokens, "documents": len(borders) - 1, "tflops": rates[-1] if rates else None,
+             "hops": hops, "makespan": even}]  # fmt: skip
 
 
 def tuning() -> str:
@@ -244,6 +345,10 @@ RENDER: dict[str, Callable[[], str]] = {
     "speed": speed,
     "speeds": speeds,
     "traffic": traffic,
+    "travel": travel,
+    "ring_rank": ring_rank,
+    "planning": planning,
+    "timeline": timeline,
     "tuning": tuning,
     "demo": demo,
     "evaluation": evaluation,
@@ -256,7 +361,7 @@ def rendered(text: str) -> str:
 
 def made() -> list:
     """(file, rows, how it is drawn) of every picture."""
-    return list(pictures.pictures(rows_of("attention"), rows_of("traffic")))
+    return list(pictures.pictures(rows_of("attention"), rows_of("traffic"), timeline_rows()))
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .layouts import LAYOUTS
     from .merging import merge
     from .routes import ARRANGEMENTS
+    from .suggesting import Suggestion, suggest
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,11 +30,13 @@ __all__ = [
     "Explanation",
     "Layout",
     "Ring",
+    "Suggestion",
     "attention",
     "explain",
     "hf",
     "merge",
     "reference",
+    "suggest",
 ]
 
 _HOMES = {
@@ -43,11 +46,13 @@ _HOMES = {
     "LAYOUTS": "layouts",
     "Layout": "layout",
     "Ring": "group",
+    "Suggestion": "suggesting",
     "attention": "api",
     "explain": "api",
     "hf": "hf",
     "merge": "merging",
     "reference": "reference",
+    "suggest": "suggesting",
 }
 
 

@@ -51,7 +51,16 @@ def measured(tmp_path, monkeypatch):
     counted = [shape | {"method": method, "direction": direction, "bytes": size, "peak_bytes": size, "num_kernels": 1}
                for method, size in (("plain", 120), ("ours", 10)) for direction in ("forward", "backward")]  # fmt: skip
     counted += [row | {"name": "1k"} for row in counted]
-    files = {"attention": speeds, "attention_bars": [row | {"rounds": 5} for row in speeds], "traffic": counted}
+    rank = {"ranks": 8, "local": 8192, "heads": 16, "kv_heads": 16, "mask": "documents", "layout": "balanced",
+            "share": 0.975, "tflops": 512.0, "ms": 2.5, "predicted_ms": 2.25, "to_single": 0.925,
+            "to_causal": 0.875}  # fmt: skip
+    ranks = [rank | {"direction": direction} for direction in ("forward", "backward", "both")]
+    files = {
+        "ring_rank": ranks,
+        "attention": speeds,
+        "attention_bars": [row | {"rounds": 5} for row in speeds],
+        "traffic": counted,
+    }
     for name, rows in files.items():
         (tmp_path / f"docs/results/{name}.jsonl").write_text("".join(json.dumps(row | where) + "\n" for row in rows))
     return tmp_path
@@ -66,7 +75,7 @@ def render(root: Path, *words: str) -> subprocess.CompletedProcess:
 def test_new_results_make_documents_and_pictures_stale_until_they_are_rendered(measured):
     stale = render(measured, "--check")
     assert stale.returncode == 1
-    for name in ("README.md", "results.md", "traffic.md", "attention_d128.svg", "traffic.svg"):
+    for name in ("README.md", "results.md", "traffic.md", "attention_d128.svg", "traffic.svg", "timeline.svg"):
         assert name in stale.stdout
     assert render(measured).returncode == 0
     assert render(measured, "--check").returncode == 0
@@ -74,6 +83,8 @@ def test_new_results_make_documents_and_pictures_stale_until_they_are_rendered(m
     assert "docs/images/attention_d128.svg" in readme and "python x.py" in readme
     assert "| forward | 128 | full | 4207 (1.25) | 8303 (1.25) |" in readme
     assert "| 128 | 16:16 | full | forward | 4096 | 4207 | 4207 | - |" in results
+    row = "| 8 | 8192 | 16:16 | balanced | 0.975 | 0.975 | 0.975 | 512 | 0.925 | 0.875 | 2.25 | 2.50 |"
+    assert row in results and "at the 512 TFLOP/s of one rank on one GPU" in readme
     counted = (measured / "docs/traffic.md").read_text()
     assert "12.0 times fewer bytes" in counted and "Ours moves 1.00 to 1.00 times each tensor once" in counted
 
