@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 
 import numpy as np
@@ -40,8 +41,10 @@ def wanted():
     return lambda name: (tensors, made.setdefault(name, want(*tensors, **MASKS[name](SIZE))))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    zip(MASKS, itertools.cycle(["zigzag", "balanced", "striped", "contiguous", "zigzag"]), strict=False),
+)
 def test_queries_that_travel_give_the_same_gradients(wanted, name, layout):
     (q, k, v, dout, dlse), reference = wanted(name)
     check(

@@ -176,3 +176,9 @@ def test_a_double_ring_asks_for_the_next_node_a_whole_round_ahead():
 
 def test_arrangements_are_a_table_of_their_names():
     assert list(ARRANGEMENTS) == [rule.__name__ for rule in ARRANGEMENTS.values()] == ["ring", "double", "gather"]
+
+
+@pytest.mark.parametrize(("name_of_mask", "hops"), [("past", (2, 3)), ("nothing", ()), ("only_padding", ())])
+def test_a_hop_list_may_lack_0_and_may_be_empty(name_of_mask, hops):
+    lo, hi, segments, *_ = world(name_of_mask, "contiguous", 4)
+    assert Plan(segments, 3, lo, hi).forward.hops == hops
