@@ -267,7 +267,7 @@ def planning() -> str:
     rows = rows_of("planning")
     if not rows:
         return unmeasured("python benchmarks/planning.py")
-    fields = ("kind", "documents", "tokens", "ranks", "ms", "fastest_ms", "segments", "makespan")
+    fields = ("kind", "documents", "tokens", "ranks", "ms", "cpu_ms", "fastest_ms", "segments", "makespan")
     lines = [
         [f"{row[name]:,}" if name in ("documents", "tokens") else str(row[name]) for name in fields] for row in rows
     ]
