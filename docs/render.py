@@ -190,6 +190,32 @@ def traffic() -> str:
     return f"{picture}\n\n{table(head, lines)}\n{linear(rows)}\n{gpt2(rows)}\n\n{sources(rows)}\n"
 
 
+def travel() -> str:
+    """Bytes that a rank of a ring sends, beside those of whole blocks."""
+    head = ["ranks", "mask", "layout", "heads", "hops", "forward GB", "backward GB", "travels back", "whole blocks GB",
+            "all at once GB"]  # fmt: skip
+    rows = rows_of("travel")
+    gathered = {key_of(row): row for row in rows if row["arrangement"] == "gather"}
+    lines = []
+    for row in rows:
+        if row["arrangement"] != "ring":
+            continue
+        once = gathered[key_of(row)]
+        both = [
+            (row["whole_forward_bytes"], row["whole_backward_bytes"]),
+            (once["forward_bytes"], once["backward_bytes"]),
+        ]
+        pairs = [f"{there / 1e9:.3f} + {back / 1e9:.3f}" for there, back in both]
+        lines.append([str(row["ranks"]), row["mask"], row["layout"], f"{row['heads']} / {row['groups']}",
+                      str(row["hops"]), f"{row['forward_bytes'] / 1e9:.3f}", f"{row['backward_bytes'] / 1e9:.3f}",
+                      row["rotates"], *pairs])  # fmt: skip
+    return f"{table(head, lines)}\n{sources(rows)}\n"
+
+
+def key_of(row: dict) -> tuple:
+    return tuple(row[name] for name in ("ranks", "mask", "layout", "heads", "groups"))
+
+
 def linear(rows: list[dict]) -> str:
     """How far our bytes are above each tensor once, forward and backward together, and over which lengths."""
     long = [row for row in rows if row["method"] == "ours" and row["name"] != "GPT-2" and "bytes" in row]
@@ -241,7 +267,7 @@ def planning() -> str:
     rows = rows_of("planning")
     if not rows:
         return unmeasured("python benchmarks/planning.py")
-    fields = ("kind", "documents", "tokens", "ranks", "ms", "fastest_ms", "segments", "makespan")
+    fields = ("kind", "documents", "tokens", "ranks", "ms", "cpu_ms", "fastest_ms", "segments", "makespan")
     lines = [
         [f"{row[name]:,}" if name in ("documents", "tokens") else str(row[name]) for name in fields] for row in rows
     ]
@@ -319,6 +345,7 @@ RENDER: dict[str, Callable[[], str]] = {
     "speed": speed,
     "speeds": speeds,
     "traffic": traffic,
+    "travel": travel,
     "ring_rank": ring_rank,
     "planning": planning,
     "timeline": timeline,

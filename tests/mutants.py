@@ -284,6 +284,11 @@ FAULTS = [
         "tests/test_op.py::test_one_compilation_serves_every_batch_of_documents",
     ),
     Fault(
+        "a ring over nodes predicted at the speed of a node", "ringflash/suggesting.py",
+        "rate = problem.link if problem.nodes == 1 else problem.network", "rate = problem.link",
+        "tests/test_suggest.py::test_a_double_ring_hides_the_network_behind_rounds",
+    ),
+    Fault(
         "documents over ranks beside each other", "ringflash/layouts/documents.py",
         "where[:, None] + stride * np.arange(size)[None]", "where[:, None] * size + np.arange(size)[None]",
         "tests/test_makespan.py::test_hops_of_packed_documents_are_even",

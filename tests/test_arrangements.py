@@ -120,27 +120,30 @@ def test_ulysses_around_every_arrangement(arrangement, inner, groups, rotate):
     check(dict(zip(NAMES, parts, strict=True)), want(*tensors[:4], torch.zeros(1, 4, 64), scale=0.25))
 
 
-def errors_in_transit(transit: torch.dtype, rotate: str, size: int = 8) -> dict[str, float]:
-    """Rms error of the gradients of bf16 inputs over a ring, relative to their rms."""
-    tensors = inputs(256, heads=4, groups=4, width=64, dtype=torch.bfloat16)
-    reference = want(*tensors)
-    results = played.attention(
-        *tensors[:4], dlse=tensors[4], layout="zigzag", size=size, rotate=rotate, transit=transit
-    )
-    return {
-        name: float((results[name] - reference[name]).square().mean().sqrt() / reference[name].square().mean().sqrt())
-        for name in NAMES
-    }
+def errors_in_transit(tensors, reference, **given) -> dict[str, float]:
+    """Rms error of what a ring makes of bf16 inputs, relative to the rms of the result."""
+    results = played.attention(*tensors[:4], dlse=tensors[4], layout="zigzag", **given)
+    rms = {name: ((results[name] - reference[name]).square().mean().sqrt(), reference[name]) for name in NAMES}
+    return {name: float(error / wanted.square().mean().sqrt()) for name, (error, wanted) in rms.items()}
 
 
 @pytest.mark.parametrize(("rotate", "travelling"), [("keys", ("dk", "dv")), ("queries", ("dq",))])
-def test_gradients_in_bf16_on_the_way_cost_what_was_measured_and_only_those_that_travel(rotate, travelling):
-    full, half = (errors_in_transit(transit, rotate) for transit in (torch.float32, torch.bfloat16))
-    for name in NAMES:
-        if name in travelling:
-            assert 1.3 * full[name] < half[name] < 4 * full[name], name  # docs/decisions.md has the numbers
-        else:
-            assert half[name] == full[name], name
+def test_gradients_in_bf16_on_the_way_cost_what_was_measured_and_only_those_that_travel(
+    rotate, travelling, record_property
+):
+    tensors = inputs(256, heads=4, groups=4, width=64, dtype=torch.bfloat16)
+    reference = want(*tensors)
+    for size, most in ((2, 1.6), (8, 2.6)):  # docs/decisions.md has the numbers
+        full, half = (
+            errors_in_transit(tensors, reference, rotate=rotate, size=size, transit=transit)
+            for transit in (torch.float32, torch.bfloat16)
+        )
+        record_property(f"ring of {size}", {"float32": full, "bfloat16": half})
+        for name in NAMES:
+            if name in travelling:
+                assert 1.05 * full[name] < half[name] < most * full[name], (name, size)
+            else:
+                assert half[name] == full[name], name
 
 
 # --- processes

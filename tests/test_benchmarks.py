@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import attention  # noqa: E402
 import bars  # noqa: E402
 import contenders  # noqa: E402
+import planning  # noqa: E402
 import traffic  # noqa: E402
 import tune  # noqa: E402
 from cases import LENGTHS, MASKS, Case, Cell, Contender, documents, identity, visible  # noqa: E402
@@ -285,6 +286,15 @@ def test_block_masks_are_those_that_flex_attention_makes(mask):
                 assert torch.equal(mine[0, 0, row, :count].sort()[0], theirs[0, 0, row, :count].sort()[0])
 
 
+@pytest.mark.parametrize("kind", planning.KINDS)
+def test_a_batch_is_planned_as_a_loader_gives_it(kind):
+    borders, seq_len = planning.batch(kind, 300, 0, 8)
+    assert borders.dtype == torch.int32 and len(borders) == 301 and 0 <= seq_len - int(borders[-1]) < 8 * 128
+    row = planning.measure(kind, 300, 8, 1)
+    assert row["tokens"] == seq_len and row["segments"] >= 8 and 1 <= row["makespan"] < 1.1
+    assert 0 < row["fastest_ms"] == row["ms"]
+
+
 NCU = """==PROF== Connected to process 7
 ==WARNING== words
 "ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
@@ -390,7 +400,7 @@ for kernel in tune.KERNELS:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("script", ["attention.py", "traffic.py", "tune.py"])
+@pytest.mark.parametrize("script", ["attention.py", "ring_rank.py", "traffic.py", "tune.py"])
 def test_without_a_gpu_it_is_said_in_a_sentence(script):
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / script], capture_output=True, text=True, timeout=120, check=False

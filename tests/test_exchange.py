@@ -77,3 +77,15 @@ def test_a_failing_rank_ends_the_play_with_its_own_error():
     with pytest.raises(ValueError, match="boom"):
         exchange.play(3, body)
     assert time.monotonic() - started < 10
+
+
+def test_played_messages_of_a_pair_arrive_in_the_order_of_their_posts_whatever_is_waited_for_first():
+    def body(transport: exchange.Transport) -> list[float]:
+        peer = 1 - transport.rank
+        sent, got = [torch.full((1,), 10.0 * transport.rank + i) for i in range(3)], torch.zeros(3, 1)
+        posted = [transport.post({peer: sent[i]}, {peer: got[i]}, f"message {i}", i == 0) for i in range(3)]
+        for i in (2, 0, 1):
+            posted[i].wait()
+        return got.flatten().tolist()
+
+    assert exchange.play(2, body) == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]

@@ -24,9 +24,9 @@ def over_nccl(mask: str, layout: str, num_ulysses: int, dtype: torch.dtype, widt
     return errors_of(ringflash.Ring(layout=layout, ulysses=num_ulysses), MASKS[mask](SEQ_LEN), dtype, width)
 
 
-def errors_of(ring: ringflash.Ring, given: dict, dtype: torch.dtype, width: int) -> dict[str, float]:
+def errors_of(ring: ringflash.Ring, given: dict, dtype: torch.dtype, width: int, **call: str) -> dict[str, float]:
     tensors = tuple(x.cuda() for x in inputs(SEQ_LEN, heads=8, groups=4, width=width, dtype=dtype))
-    results, wanted = on_ring(ring, tensors, given), want(*tensors, **given)
+    results, wanted = on_ring(ring, tensors, given, **call), want(*tensors, **given)
     return {name: error(results[name], wanted[name]) for name in NAMES}
 
 
@@ -41,6 +41,22 @@ def check(outcomes: list[dict[str, float]], dtype: torch.dtype, record) -> None:
 @pytest.mark.parametrize("layout", ringflash.LAYOUTS)
 def test_ring_over_nccl_equals_the_reference(gpus, layout, mask, dtype, record_property):
     check(gpus(over_nccl, mask, layout, 1, dtype, 64), dtype, record_property)
+
+
+def arranged(mask: str, rotate: str, given: dict) -> dict[str, float]:
+    return errors_of(ringflash.Ring(**given), MASKS[mask](SEQ_LEN), torch.bfloat16, 64, rotate=rotate)
+
+
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("mask", ["causal", "window", "documents_window", "random", "past"])
+@pytest.mark.parametrize("layout", ["zigzag", "balanced", "striped"])
+@pytest.mark.parametrize("arrangement", ["ring", "double", "gather"])
+def test_arrangements_over_nccl_equal_the_reference(gpus, arrangement, layout, mask, rotate, record_property):
+    if arrangement == "double" and gpus.size < 4:
+        pytest.skip("a double ring needs 4 GPUs")
+    given = {"arrangement": arrangement, "layout": layout}
+    given |= {"topology": gpus.size // 2} if arrangement == "double" else {}
+    check(gpus(arranged, mask, rotate, given), torch.bfloat16, record_property)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -20,7 +20,7 @@ from .. import makespan
 
 RUN = 1 / 16  # of a rank's tokens: documents that begin within so many tokens are dealt together
 FILL = 1 / 6  # of all tokens: the lightest documents are kept back to fill the ranks
-BAR = 1.09  # a makespan, over the ideal, that is good enough
+BAR = 1.098  # a makespan, over the ideal, that is good enough
 MANY, WIDE = 2000, 8  # more documents, over more ranks: fewer tries, so that planning stays under 10 ms
 
 
@@ -47,8 +47,12 @@ class Cut(NamedTuple):
     tile: int
 
 
-LONG, SHORT, SHORTEST = Cut(1024, 1 / 8, 1, 128), Cut(256, 1 / 8, 1 / 4, 1), Cut(1, 1 / 16, 1 / 16, 1)
-BETWEEN = (Cut(512, 1 / 8, 1 / 2, 128), Cut(512, 1 / 8, 1 / 2, 64))
+# from chunks whose tiles are full to chunks that are even: the first that reaches BAR is taken
+CUTS = (
+    Cut(1024, 1 / 8, 1, 128), Cut(512, 1 / 8, 1 / 2, 128), Cut(256, 1 / 8, 1 / 4, 128), Cut(512, 1 / 8, 1 / 2, 64),
+    Cut(256, 1 / 4, 1 / 2, 64), Cut(128, 1 / 8, 1 / 4, 64), Cut(256, 1 / 8, 1 / 4, 1), Cut(1, 1 / 16, 1 / 16, 1),
+)  # fmt: skip
+WIDE_CUTS = (CUTS[0], Cut(256, 1 / 8, 1 / 4, 64), *CUTS[5:])  # over more than WIDE ranks, where a try takes longer
 
 
 class Units(NamedTuple):
@@ -78,15 +82,15 @@ def deal(documents: Documents, seq_len: int, ring_size: int) -> list[np.ndarray]
         dealt.run(_units(docs, dealt, cut), cut)
         return dealt.makespan(), dealt
 
-    hurried = len(start) > MANY and ring_size > WIDE
+    cuts = CUTS if ring_size <= WIDE else WIDE_CUTS if len(start) <= MANY else WIDE_CUTS[-2:]
     tries = []
-    for cut in (SHORT, SHORTEST) if hurried else (LONG, SHORT, SHORTEST):
+    for cut in cuts:
         tries.append(tried(cut))
         if tries[-1][0] <= BAR:
             break
-    if len(tries) == 2 and not hurried and tries[1][0] <= BAR:
-        tries = next(([x] for x in map(tried, BETWEEN) if x[0] <= BAR), tries)
-    return min(tries, key=lambda x: x[0])[1].segments()
+    else:
+        tries.sort(key=lambda x: -x[0])
+    return tries[-1][1].segments()
 
 
 def _units(docs: Units, dealt: _Dealt, cut: Cut) -> Units:
