@@ -43,7 +43,7 @@ def simulate(work: np.ndarray, hops: tuple[int, ...] | None = None) -> tuple[np.
     """When each rank begins and ends each hop, [P, number of hops] each, in the unit of `work`.
 
     work: [P, number of hops], the time of each rank at each hop
-    hops: the distances themselves, as in `mask.Plan`; 0, 1, 2, ... unless given
+    hops: the distances themselves, as in `routes.Route`; 0, 1, 2, ... unless given
 
     A rank begins a hop when it has ended the one before and the ranks that it sends to and receives from have begun
     that: only then have both buffers of the exchange been filled and emptied.

@@ -215,63 +215,12 @@ class View:
         return total
 
 
-def sees(lo: np.ndarray, hi: np.ndarray, segments: list[Segments]) -> np.ndarray:
-    """bool [P, P]: does any query of ring rank i see a key of ring rank j? Judged row by row, not by hulls."""
-    owner = np.repeat(np.arange(len(segments)), [len(part) for part in segments])
-    keys = np.concatenate(segments)
-    # lo and hi never fall, so the rows that may see a key segment are one run [begin, end) of the sequence
-    begin = np.searchsorted(hi, keys[:, 0], "right")
-    end = np.searchsorted(lo, keys[:, 0] + keys[:, 1], "left")
-    seen = np.zeros((len(segments), len(segments)), bool)
-    for rank, part in enumerate(segments):
-        rows = positions(part)
-        filled = np.concatenate(([0], np.cumsum(lo[rows] < hi[rows])))  # rows that see anything, counted from the left
-        hits = filled[np.searchsorted(rows, end)] > filled[np.searchsorted(rows, begin)]
-        np.logical_or.at(seen[rank], owner[hits], True)
-    return seen
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One rank's walk round the ring.
-
-    hops: ascending distances that the keys have travelled; the same on every rank; may lack 0 and may be empty
-    views: a View for each hop, or None where this rank has no work at that hop
-    """
+    """What one rank computes. hops: as in `routes.Route`; views: a View for each visit, or None without work."""
 
     hops: tuple[int, ...]
     views: tuple[View | None, ...]
-
-    @property
-    def first(self) -> int:
-        """Index of this rank's first hop with work; len(hops) if there is none."""
-        return next((i for i, view in enumerate(self.views) if view), len(self.hops))
-
-    @property
-    def last(self) -> int:
-        """Index of this rank's last hop with work; -1 if there is none."""
-        return next((i for i in reversed(range(len(self.hops))) if self.views[i]), -1)
-
-
-def plan(segments: list[Segments], ring_rank: int, lo: np.ndarray, hi: np.ndarray) -> Plan:
-    """The hops that this layout and mask need, and what `ring_rank` computes at each.
-
-    segments: the segments of every ring rank; at hop h rank r works on the keys of rank (r - h) mod P
-    lo, hi: int32 [S], the intervals of the whole sequence
-    """
-    size = len(segments)
-    seen = sees(lo, hi, segments)
-    rank = np.arange(size)
-    hops = tuple(h for h in range(size) if seen[rank, (rank - h) % size].any())
-    rows = positions(segments[ring_rank])
-    local_lo, local_hi = lo[rows], hi[rows]
-    views = tuple(
-        View(local_lo, local_hi, segments[ring_rank], segments[(ring_rank - h) % size])
-        if seen[ring_rank, (ring_rank - h) % size]
-        else None
-        for h in hops
-    )
-    return Plan(hops, views)
 
 
 def plan_one_device(num_keys: int, lo: np.ndarray, hi: np.ndarray) -> Plan:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ringflash.mask import Plan, View, positions
+
 
 def _bounds(lo: np.ndarray, hi: np.ndarray) -> dict[str, Any]:
     return {"intervals": (torch.from_numpy(lo.astype(np.int32)), torch.from_numpy(hi.astype(np.int32)))}
@@ -97,3 +99,16 @@ def seen(
                 see = False
             mask[i, j] = see
     return mask
+
+
+def plan(segments: list[np.ndarray], rank: int, lo: np.ndarray, hi: np.ndarray) -> Plan:
+    """The hops of a ring in which whole blocks travel, by looking at each, and what this rank computes at them."""
+    size = len(segments)
+    every = [[_view(segments, r, hop, lo, hi) for hop in range(size)] for r in range(size)]
+    hops = [hop for hop in range(size) if any(row[hop].pairs() for row in every)]
+    return Plan(tuple(hops), tuple(every[rank][hop] if every[rank][hop].pairs() else None for hop in hops))
+
+
+def _view(segments: list[np.ndarray], rank: int, hop: int, lo: np.ndarray, hi: np.ndarray) -> View:
+    rows = positions(segments[rank])
+    return View(lo[rows], hi[rows], segments[rank], segments[(rank - hop) % len(segments)])

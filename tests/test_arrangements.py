@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 
 import numpy as np
@@ -40,8 +41,10 @@ def wanted():
     return lambda name: (tensors, made.setdefault(name, want(*tensors, **MASKS[name](SIZE))))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MASKS)
+LAYOUT_OF = dict(zip(MASKS, itertools.cycle(["zigzag", "balanced", "striped", "contiguous", "zigzag"]), strict=False))
+
+
+@pytest.mark.parametrize(("name", "layout"), list(LAYOUT_OF.items()))
 def test_queries_that_travel_give_the_same_gradients(wanted, name, layout):
     (q, k, v, dout, dlse), reference = wanted(name)
     check(
@@ -50,13 +53,15 @@ def test_queries_that_travel_give_the_same_gradients(wanted, name, layout):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "rotate"),
+    [("zigzag", "queries"), ("balanced", "queries"), ("striped", "keys"), ("contiguous", "keys")],
+)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("rotate", routes.TRAVELLERS)
-@pytest.mark.parametrize(("arrangement", "size", "inner"), [("double", 4, 2), ("gather", 4, None)])
-def test_arrangements_equal_the_reference(wanted, arrangement, size, inner, rotate, name, layout):
+@pytest.mark.parametrize(("arrangement", "inner"), [("double", 2), ("gather", None)])
+def test_arrangements_equal_the_reference(wanted, arrangement, inner, name, layout, rotate):
     (q, k, v, dout, dlse), reference = wanted(name)
-    given = {"layout": layout, "size": size, "arrangement": arrangement, "inner": inner, "rotate": rotate}
+    given = {"layout": layout, "size": 4, "arrangement": arrangement, "inner": inner, "rotate": rotate}
     check(played.attention(q, k, v, dout, dlse=dlse, **given, **MASKS[name](SIZE)), reference)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import masks
 import numpy as np
 import played
 import pytest
@@ -125,7 +126,7 @@ def test_pieces_of_every_mask_hold_every_visible_pair_once(name):
     for rule in ringflash.LAYOUTS.values():
         segments = rule.segments(96, 4, 1, (hi.astype(np.int64) - lo).clip(0))
         for rank in range(4):
-            for view in filter(None, mask.plan(segments, rank, lo, hi).views):
+            for view in filter(None, masks.plan(segments, rank, lo, hi).views):
                 assert np.array_equal(paint(view), seen(view))
 
 
@@ -145,7 +146,7 @@ def test_pieces_of_every_mask_hold_every_visible_pair_once(name):
 def test_common_masks_are_few_pieces(layout, size, length, arguments, num_pieces):
     lo, hi = mask.intervals(length, length, **arguments)
     segments = ringflash.LAYOUTS[layout].segments(length, size, 1, hi - lo)
-    views = mask.plan(segments, 0, lo, hi).views
+    views = masks.plan(segments, 0, lo, hi).views
     assert [len(list(pieces.cut(view))) for view in views] == num_pieces
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+import masks
 import numpy as np
 import pytest
 import torch
@@ -47,7 +48,7 @@ def one_rank(
     """out and lse of one rank after its forward hops, dq after its backward hops; adds dk and dv to `sums`."""
     q, k, v, dout, dlse = tensors
     where = [torch.from_numpy(mask.positions(part)) for part in segments]
-    plan = mask.plan(segments, rank, *bounds)
+    plan = masks.plan(segments, rank, *bounds)
     rows = where[rank]
     q_local, dout_local = q[:, rows], dout[:, rows]
     acc, out = torch.full(q_local.shape, torch.nan), torch.full_like(q_local, torch.nan)
@@ -55,8 +56,8 @@ def one_rank(
     hops = enumerate(zip(plan.hops, plan.views, strict=True))
     work = [(i, view, where[(rank - hop) % len(segments)]) for i, (hop, view) in hops if view is not None]
     for i, view, keys in work:
-        state = State(None if plan.first == plan.last else acc, out, lse)
-        first, last = i == plan.first, i == plan.last
+        first, last = i == work[0][0], i == work[-1][0]
+        state = State(None if first and last else acc, out, lse)
         triton.forward(
             q_local, k[:, keys], v[:, keys], view, state, scale=scale, first=first, last=last, softcap=softcap
         )

@@ -1,5 +1,6 @@
 """The makespan of a ring, and what `balanced` makes of packed documents: every hop is even, not only the sum of all."""
 
+import masks
 import numpy as np
 import played
 import pytest
@@ -25,7 +26,7 @@ def test_pairs_are_those_of_the_views(name, layout):
     segments = LAYOUTS[layout].segments(seq_len, size, 1, (hi.astype(np.int64) - lo).clip(0))
     want = np.zeros((size, size), np.int64)
     for rank in range(size):
-        plan = mask.plan(segments, rank, lo, hi)
+        plan = masks.plan(segments, rank, lo, hi)
         for hop, view in zip(plan.hops, plan.views, strict=True):
             want[rank, hop] = view.pairs() if view else 0
     assert np.array_equal(makespan.pairs(segments, lo, hi), want)
@@ -108,7 +109,7 @@ def test_chunks_of_long_documents_are_whole_tiles():
     seq_len = 65_536
     lo, hi = intervals_of(seq_len, cu_seqlens=documents("lognormal", seq_len, 1))
     segments = deal(Documents(np.array(documents("lognormal", seq_len, 1)), True), seq_len, 8)
-    views = [view for rank in range(8) for view in mask.plan(segments, rank, lo, hi).views if view]
+    views = [view for rank in range(8) for view in masks.plan(segments, rank, lo, hi).views if view]
     assert sum(map(area, views)) < 1.1 * area(mask.plan_one_device(seq_len, lo, hi).views[0])
 
 

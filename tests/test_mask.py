@@ -5,7 +5,7 @@ import pytest
 import torch
 from masks import MASKS, seen
 
-from ringflash import LAYOUTS, arguments, mask
+from ringflash import arguments, mask
 
 
 def intervals_of(size, num_keys=None, **given):
@@ -175,38 +175,3 @@ def test_tiles_and_bounds_are_made_once_a_device():
     assert view.tiles(8, 8) is view.tiles(8, 8) and view.tiles(8, 8, cpu) is view.tiles(8, 8, cpu)
     assert view.bounds(cpu)[0] is view.bounds(cpu)[0]
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(view.tiles(8, 8), view.tiles(8, 8, cpu), strict=True))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("name_of_mask", MASKS)
-def test_hops_are_those_that_some_rank_needs(name, size, name_of_mask):
-    seq_len = 96
-    lo, hi = intervals_of(seq_len, **MASKS[name_of_mask](seq_len))
-    segments = LAYOUTS[name].segments(seq_len, size, 1, (hi.astype(np.int64) - lo).clip(0))
-    held = [mask.positions(part) for part in segments]
-    want = np.array([[dense(lo[rows], hi[rows], keys).any() for keys in held] for rows in held])
-    assert np.array_equal(mask.sees(lo, hi, segments), want)
-    hops = [hop for hop in range(size) if any(want[rank, (rank - hop) % size] for rank in range(size))]
-    for rank in range(size):
-        plan = mask.plan(segments, rank, lo, hi)
-        assert list(plan.hops) == hops
-        work = [want[rank, (rank - hop) % size] for hop in hops]
-        assert [view is not None for view in plan.views] == work
-        assert plan.first == (work.index(True) if any(work) else len(hops))
-        assert plan.last == (len(work) - 1 - work[::-1].index(True) if any(work) else -1)
-
-
-@pytest.mark.parametrize(("name", "hops"), [("contiguous", (0, 1)), ("zigzag", (0, 1, 7))])
-def test_a_window_of_128_over_8_ranks_needs_few_hops(name, hops):
-    seq_len = 8192
-    lo, hi = intervals_of(seq_len, window=128)
-    segments = LAYOUTS[name].segments(seq_len, 8, 1, hi - lo)
-    assert all(mask.plan(segments, rank, lo, hi).hops == hops for rank in range(8))
-
-
-@pytest.mark.parametrize(("name_of_mask", "hops"), [("past", (2, 3)), ("nothing", ()), ("only_padding", ())])
-def test_a_hop_list_may_lack_0_and_may_be_empty(name_of_mask, hops):
-    lo, hi = intervals_of(96, **MASKS[name_of_mask](96))
-    segments = LAYOUTS["contiguous"].segments(96, 4, 1, (hi - lo).clip(0))
-    assert mask.plan(segments, 3, lo, hi).hops == hops

@@ -32,8 +32,10 @@ def world(name: str, layout: str, size: int):
     return lo, hi, segments, [mask.positions(part) for part in segments], dense(lo, hi, np.arange(SIZE))
 
 
-def needed(what: str, held: list[np.ndarray], seen: np.ndarray, owner: int, rank: int) -> set[int]:
+@functools.cache
+def needed(what: str, name: str, layout: str, size: int, owner: int, rank: int) -> set[int]:
     """The positions of `owner` that `rank` needs, by looking at each pair."""
+    *_, held, seen = world(name, layout, size)
     if what == "queries":
         return {int(row) for row in held[owner] if seen[row, held[rank]].any()}
     return {int(key) for key in held[owner] if seen[held[rank], key].any()}
@@ -62,7 +64,7 @@ def ways(arrangement: str, hops: list[int], inner: int) -> list[tuple[list[int],
 @pytest.mark.parametrize("name", MASKS)
 def test_rows_that_travel_are_those_that_the_rest_of_the_way_needs_row_by_row(name, what, layout):
     for arrangement, size, inner in GEOMETRIES:
-        lo, hi, segments, held, seen = world(name, layout, size)
+        lo, hi, segments, *_ = world(name, layout, size)
         plan, geometry = Plan(segments, 0, lo, hi, arrangement=arrangement, inner=inner), Geometry(size, inner)
         for down in (False, True):
             travel = plan.travel(what, down=down)
@@ -73,7 +75,7 @@ def test_rows_that_travel_are_those_that_the_rest_of_the_way_needs_row_by_row(na
                         elements = np.flatnonzero(sets[i] & (travel.needs.owner == owner))
                         got = set(mask.positions(travel.needs.segments(elements)).tolist())
                         ranks = [int(geometry.holder(owner, hop)) for hop in of]
-                        assert got == set().union(*(needed(what, held, seen, owner, rank) for rank in ranks))
+                        assert got == set().union(*(needed(what, name, layout, size, owner, rank) for rank in ranks))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -176,3 +178,9 @@ def test_a_double_ring_asks_for_the_next_node_a_whole_round_ahead():
 
 def test_arrangements_are_a_table_of_their_names():
     assert list(ARRANGEMENTS) == [rule.__name__ for rule in ARRANGEMENTS.values()] == ["ring", "double", "gather"]
+
+
+@pytest.mark.parametrize(("name_of_mask", "hops"), [("past", (2, 3)), ("nothing", ()), ("only_padding", ())])
+def test_a_hop_list_may_lack_0_and_may_be_empty(name_of_mask, hops):
+    lo, hi, segments, *_ = world(name_of_mask, "contiguous", 4)
+    assert Plan(segments, 3, lo, hi).forward.hops == hops
