@@ -399,6 +399,22 @@ for kernel in tune.KERNELS:
     assert done.stdout.split() == ["None"] * 6, done.stdout + done.stderr
 
 
+def test_a_training_step_is_measured():
+    words = "--dry-run --optimizer adamw --zero 2 --checkpoint-every 2 --offload activations --warm --commit abc"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", ROOT / "benchmarks/train_step.py", *words.split()], capture_output=True,
+        text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["memory"]["checkpoint_every"] == row["zero"] == row["layers"] == 2 and row["commit"] == "abc"
+    parts = row["forward_s"] + row["backward_s"] + row["update_s"]
+    assert parts == pytest.approx(row["seconds"], abs=1e-3)
+    assert 0 < row["attention_forward_s"] < row["forward_s"] and 0 < row["attention_backward_s"] < row["backward_s"]
+    assert row["loss"] == pytest.approx(5.6, abs=0.3), "the logarithm of 260 ids"
+    assert row["tokens_per_s"] == pytest.approx(64 / row["seconds"], rel=1e-2)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 @pytest.mark.parametrize("script", ["attention.py", "ring_rank.py", "traffic.py", "tune.py"])
 def test_without_a_gpu_it_is_said_in_a_sentence(script):

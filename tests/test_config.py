@@ -200,6 +200,8 @@ REFUSED = {
     "launch.scheduler=cron": ("'cron'", "'torchrun', 'slurm' or 'kubernetes'"),
     "launch.scheduler=slurm": ("'slurm'", "launch.cpus_per_node"),
     "metrics.peak_tflops=0": ("metrics.peak_tflops = 0", "greater than 0"),
+    "memory.offload=['weights']": ("memory.offload", "'weights'", "'activations'"),
+    "memory.offload=['attention', 'attention']": ("memory.offload", "twice"),
     # the override itself
     "train.steps": ("'train.steps'", "section.key=value"),
     "steps=3": ("'steps=3'", "section.key=value"),
@@ -229,6 +231,17 @@ def test_R30_R55_a_length_that_does_not_divide_is_refused_with_the_next(layout, 
     else:
         with pytest.raises(ConfigError, match=f": {accepted} is the next that does"):
             demo(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "checkpoint"),
+    [("offload=['attention']", "full"), ("offload=['activations']", "none"), ("checkpoint_every=2", "none")],
+)
+def test_a_switch_that_its_checkpointing_would_not_use_is_refused(key, checkpoint):
+    with pytest.raises(
+        ConfigError, match=rf"memory.{key.split('=')[0]}.*memory.checkpoint = '{checkpoint}'.*is needed"
+    ):
+        demo(f"memory.checkpoint={checkpoint}", f"memory.{key}")
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ulysses"), [(8, 4, 2), (8, 2, 4), (8, 1, 8), (6, 6, 3)])

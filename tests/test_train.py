@@ -60,6 +60,15 @@ def test_R72_losses_do_not_depend_on_the_size_of_a_bucket(pool, texts, alone, ze
     assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
 
 
+def test_switches_of_memory_change_no_bit_at_zero_3(pool, texts):
+    digests = []
+    for memory in ({}, {"checkpoint_every": 2, "offload": ["activations", "attention"]}):
+        memory = memory | {"checkpoint": "selective", "loss_chunk": 5}
+        config = training.config_of(texts, mesh=(1, 2, 1), zero=3, memory=memory)
+        digests += [result["digest"] for result in pool(2)(training.train, config, "all")]
+    assert len(set(digests)) == 1
+
+
 @pytest.mark.parametrize(("mesh", "zero"), [((1, 4, 1), 3), ((2, 2, 1), 2), ((1, 2, 2), 1)])
 def test_R75_the_gradient_of_each_parameter_equals_one_process(pool, texts, mesh, zero):
     """One step so long that nothing of the first weights is left: what remains is the gradient."""

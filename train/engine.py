@@ -4,7 +4,6 @@ All ranks, data x ring x Ulysses, are one ZeRO world. DeepSpeed averages gradien
 the loss is scaled so that what remains is the gradient of the mean over all valid targets. Called by `loop`, `probe`.
 """
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .config import Batch, Config, Optimizer
 from .partitions import BUFFER, WEIGHT, Partitions, Piece
@@ -43,8 +41,6 @@ class Engine:
         self._num_ranks = world.size
         self._skips = False
         self._own_norm: Tensor | None = None
-        if self._zero == 3:
-            _hide_gathers(self._engine.optimizer._get_param_coordinator())
         optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
         self._torch_step, optimizer.step = optimizer.step, self._update
 
@@ -149,25 +145,6 @@ def _deepspeed() -> Any:
     # behind on which all later runs hang
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-def _hide_gathers(order: Any) -> None:
-    """Keep what ZeRO 3 does to weights around each module out of what selective checkpointing counts.
-
-    Weights are gathered ahead, or not at all if they are still there, so a layer that is recomputed may gather others
-    than it did at first, and torch refuses operations that it has not seen. They are no part of what is recomputed.
-    """
-    for name in ("fetch_sub_module", "release_sub_module"):
-        setattr(order, name, _unseen(getattr(order, name)))
-
-
-def _unseen(action: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(action)
-    def run(*args: Any, **options: Any) -> None:
-        with _disable_current_modes():
-            action(*args, **options)
-
-    return run
 
 
 def cutter(config: Config, batch: Batch) -> Callable[[nn.Module], None] | None:

@@ -8,18 +8,17 @@ Letters: B batch, L local tokens.
 import copy
 import difflib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import ringflash
 
 from . import lora, weights
-from .config import MODEL_REFUSED, Config, Memory, Model, Rope
+from .checkpointing import set_checkpointing
+from .config import MODEL_REFUSED, Config, Model, Rope
 from .loss import LossHead
 
 ATTENTION = "ring"
@@ -161,21 +160,3 @@ def on_meta(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except KeyError as error:
         raise ValueError(f"model.config: transformers finds no {error} for {config.model_type!r}") from error
-
-
-def set_checkpointing(model: Any, memory: Memory) -> None:
-    """Recompute the layers in the backward: all of them, or all but attention, so that no ring runs twice."""
-    if memory.checkpoint == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False}
-    if memory.checkpoint == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
-    # the name of newer versions of transformers, and of older ones
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options)
-
-
-def _keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if op is torch.ops.ringflash.attention.default:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -260,6 +260,28 @@ def _check_source(source: "Source", name: str, *, tokenizer: str) -> None:
         raise ConfigError(f"{name}.path = 'stdlib' holds no {source.format}: {name}.format = 'text' is accepted")
 
 
+def _check_memory(config: "Config") -> None:
+    memory = config.memory
+    if memory.checkpoint == "none":
+        if memory.checkpoint_every > 1:
+            raise ConfigError(
+                f"memory.checkpoint_every = {memory.checkpoint_every} is given but memory.checkpoint = 'none' "
+                "recomputes no layer: 'selective' or 'full' is needed"
+            )
+        if "activations" in memory.offload:
+            raise ConfigError(
+                "memory.offload holds 'activations' but memory.checkpoint = 'none' keeps no hidden states alone: "
+                "'selective' or 'full' is needed"
+            )
+    if "attention" in memory.offload and memory.checkpoint != "selective":
+        raise ConfigError(
+            f"memory.offload holds 'attention' but memory.checkpoint = {memory.checkpoint!r} does not keep it apart: "
+            "'selective' is needed"
+        )
+    if len(set(memory.offload)) < len(memory.offload):
+        raise ConfigError(f"memory.offload = {memory.offload} names one thing twice")
+
+
 def _check_checkpoint(config: "Config") -> None:
     keep = config.checkpoint
     if keep.every is None:
@@ -321,6 +343,7 @@ RULES: tuple[Callable[["Config"], None], ...] = (
     _check_heads,
     _check_sequence,
     _check_optimizer,
+    _check_memory,
     _check_checkpoint,
     _check_evaluation,
     _check_needle,

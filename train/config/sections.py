@@ -193,6 +193,11 @@ class Lora(Section):
 class Memory(Section):
     checkpoint: Literal["none", "full", "selective"] = "selective"
     """Activation checkpointing; selective keeps attention's (out, lse), so the backward runs no second ring."""
+    checkpoint_every: Count = 1
+    """Hidden states are kept before every k-th layer alone; those in between are made again one after the other."""
+    offload: list[Literal["activations", "attention"]] = []
+    """What is in host memory until it is needed: "activations", the hidden states that are kept; "attention", what
+    checkpoint = "selective" keeps."""
     loss_chunk: Count = 1024
     """Local tokens whose logits exist at one time."""
 

@@ -1,0 +1,260 @@
+"""One training step of one process through the trainer's own model and engine: a JSON line with its time and memory.
+
+python benchmarks/train_step.py --shape llama3-8b --layers 4 --length 1048576 --optimizer none \
+    --offload activations --offload attention --warm 16384
+python benchmarks/train_step.py --dry-run        # a tiny shape, on a CPU too
+
+Tokens and weights are random. `--optimizer none` is the model alone, whose gradients stay in its own type; otherwise
+DeepSpeed is there as in a run. Seconds are those of the last step; attention's are taken with events around the
+ring's forward and backward, `--warm` runs a step before, of so many tokens, or of as many as the measured one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import ringflash  # noqa: E402
+from train import flops, model, world  # noqa: E402
+from train.config import Config  # noqa: E402
+from train.engine import Engine, cutter  # noqa: E402
+
+LLAMA = {"architecture": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama3-8b": LLAMA | {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+    },
+    "qwen3-8b": {
+        "architecture": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+    "llama3-1b": LLAMA | {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "tiny": LLAMA | {
+        "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def config_of(asked: argparse.Namespace) -> Config:
+    """The configuration of a run that these words ask for. Raises: ConfigError."""
+    table = dict(SHAPES[asked.shape])
+    architecture = table.pop("architecture")
+    if asked.layers is not None:
+        table["num_hidden_layers"] = asked.layers
+    if asked.window is not None:
+        table["sliding_window"] = asked.window
+        if architecture == "llama":
+            architecture = "mistral"  # the same layers, with a window
+        else:
+            table |= {"use_sliding_window": True, "max_window_layers": 0}
+    memory = {
+        "checkpoint": asked.checkpoint, "checkpoint_every": asked.checkpoint_every, "offload": asked.offload,
+        "loss_chunk": asked.loss_chunk,
+    }  # fmt: skip
+    return Config.model_validate(
+        {
+            "model": {"architecture": architecture, "dtype": asked.dtype, "config": table},
+            "data": {"path": "stdlib"},
+            "sequence": {"length": asked.length, "layout": "contiguous"},
+            "parallel": {"ring": 1, "zero": asked.zero},
+            "optimizer": {"name": "adamw" if asked.optimizer == "none" else asked.optimizer, "lr": 1e-5},
+            "train": {"name": "step", "steps": 1, "self_test": False},
+            "memory": memory,
+            "metrics": {"wandb": "disabled"},
+            "launch": {"processes_per_node": 1},
+        }
+    )
+
+
+class Attention:
+    """The seconds that the device spends in the ring, forward and backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._spans = device, {"forward": [], "backward": []}
+
+    def watched(self, name: str) -> Callable[..., Any]:
+        """`ringflash.ring.<name>` between two events."""
+        run = getattr(ringflash.ring, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            begun = self._now()
+            result = run(*args, **options)
+            self._spans[name].append((begun, self._now()))
+            return result
+
+        return timed
+
+    def _now(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> dict[str, float]:
+        """Once the device is done: of all calls together, and forget them."""
+        total = {}
+        for name, spans in self._spans.items():
+            on_cpu = self._device.type == "cpu"
+            total[f"attention_{name}_s"] = round(
+                sum(end - begun if on_cpu else begun.elapsed_time(end) / 1e3 for begun, end in spans), 4
+            )
+            spans.clear()
+        return total
+
+
+class Step:
+    """What is stepped: the model under its engine, or alone."""
+
+    def __init__(self, config: Config, joined: world.World, *, updates: bool) -> None:
+        self._config, self._world = config, joined
+        ringflash.hf.register(joined.ring, name=model.ATTENTION)
+        batch = config.batch(1)
+        self._model = model.build(config, joined.device, cutter(config, batch) if updates else None)
+        self._engine = Engine(self._model, config, batch, joined) if updates else None
+
+    def __call__(self, length: int) -> dict[str, float]:
+        """One step on random tokens. Returns its seconds and those of its parts."""
+        generator = torch.Generator(self._world.device).manual_seed(1)
+        vocabulary = self._config.model.config["vocab_size"]
+        ids = torch.randint(vocabulary, (1, length), generator=generator, device=self._world.device)
+        labels, layout = ids.roll(-1, 1), self._world.ring.layout(length)
+        self._world.settle()
+        times = [time.perf_counter()]
+        loss = (self._engine or self._model)(ids, labels, layout)
+        self._lap(times)
+        if self._engine:
+            self._engine.backward(loss, valid_targets=length)
+        else:
+            (loss / length).backward()
+        self._lap(times)
+        value = loss.item() / length
+        del loss
+        if self._engine:
+            self._engine.step(1e-5)
+        else:
+            self._model.zero_grad()
+        self._lap(times)
+        forward, backward, update = (b - a for a, b in itertools.pairwise(times))
+        return {
+            "seconds": times[-1] - times[0], "forward_s": forward, "backward_s": backward, "update_s": update,
+            "loss": value,
+        }  # fmt: skip
+
+    def _lap(self, times: list[float]) -> None:
+        self._world.settle()
+        times.append(time.perf_counter())
+
+
+def measure(asked: argparse.Namespace, config: Config, joined: world.World) -> dict[str, Any]:
+    """The row, without where it comes from."""
+    device = joined.device
+    began = time.perf_counter()
+    step = Step(config, joined, updates=asked.optimizer != "none")
+    shape = flops.describe(model.config_of(config.model, asked.length))
+    attention = Attention(device)
+    watched = {name: attention.watched(name) for name in ("forward", "backward")}
+    with patch.multiple(ringflash.ring, **watched):
+        if asked.warm is not None:
+            step(asked.warm or asked.length)
+            attention.seconds()
+        ready_s = time.perf_counter() - began
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        times = step(asked.length)
+    spent = attention.seconds()
+    counted = flops.step_flops(shape, [asked.length])
+    peak, _ = flops.peak_tflops(torch.cuda.get_device_name() if device.type == "cuda" else "cpu", asked.dtype, None)
+    seconds, total = times["seconds"], sum(counted)
+    row = {key: round(value, 4) for key, value in times.items()} | spent
+    row |= {
+        "tokens_per_s": round(asked.length / seconds, 2),
+        "model_tflops": round(total / seconds / 1e12, 2),
+        "mfu_causal": round(total / seconds / 1e12 / peak, 4) if peak else None,
+        "attention_share_of_flops": round(counted.attention / total, 4),
+        "attention_share_of_time": round(sum(spent.values()) / seconds, 4),
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "ready_s": round(ready_s, 2),
+    }
+    if device.type == "cuda":
+        row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
+        row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        row["device_bytes"] = torch.cuda.mem_get_info(device)[1]
+    return row
+
+
+def where(words: list[str], commit: str | None) -> dict[str, str]:
+    """Where the row comes from, on a GPU or not."""
+    from provenance import provenance
+
+    if torch.cuda.is_available():
+        return provenance("train_step.py", words, commit)
+    return {
+        "command": " ".join(["python", "benchmarks/train_step.py", *words]), "commit": commit or "none",
+        "hardware": "cpu", "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--layers", type=int, help="of the shape, left out: all")
+    parser.add_argument("--length", type=int, default=131072, help="tokens")
+    parser.add_argument("--window", type=int, help="keys that a query sees, left out: all before it")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="ZeRO stage, with an optimizer")
+    parser.add_argument("--optimizer", choices=("none", "adamw", "sgd"), default="none")
+    parser.add_argument("--checkpoint", choices=("none", "full", "selective"), default="selective")
+    parser.add_argument("--checkpoint-every", type=int, default=1, metavar="K")
+    parser.add_argument("--offload", action="append", default=[], metavar="WHAT", help="as memory.offload")
+    parser.add_argument("--loss-chunk", type=int, default=1024, metavar="TOKENS")
+    parser.add_argument(
+        "--warm", type=int, nargs="?", const=0, metavar="TOKENS", help="a step before, of so many tokens"
+    )
+    parser.add_argument("--commit", help="where the checkout has no history")
+    parser.add_argument("--dry-run", action="store_true", help="the shape tiny at 64 tokens, whatever else is asked")
+    asked = parser.parse_args(words)
+    if asked.dry_run:
+        asked.shape, asked.layers, asked.length, asked.dtype = "tiny", None, 64, "float32"
+    return asked
+
+
+def main(words: list[str]) -> None:
+    """Print the row of one step."""
+    asked = parsed(words)
+    config = config_of(asked)
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
+    with world.start(config, world.Place.from_environment()) as joined:
+        row = {key: getattr(asked, key) for key in ("shape", "length", "window", "dtype", "optimizer")}
+        row |= {
+            "layers": config.model.config["num_hidden_layers"],
+            "zero": asked.zero if asked.optimizer != "none" else None,
+        }
+        row |= {"memory": config.memory.model_dump()}
+        row |= measure(asked, config, joined) | where(words, asked.commit)
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,76 @@
+"""What [memory] says of activations changes no bit of loss and gradients, and keeps what it says."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import training
+from test_model_memory import batch
+
+import ringflash
+from train import checkpointing, model, offload
+
+LAYERS = 5
+
+
+def config_of(**memory):
+    return training.config_of(
+        ".",
+        model={"architecture": "llama", "config": training.LLAMA | {"num_hidden_layers": LAYERS}},
+        memory={"loss_chunk": 5} | memory,
+        data={"path": "stdlib"},
+    )
+
+
+def trained_model(**memory):
+    ringflash.hf.register(ringflash.Ring(), name=model.ATTENTION)
+    return model.build(config_of(**memory), torch.device("cpu"))
+
+
+def loss_of(trained):
+    layout = ringflash.Ring().layout(training.LENGTH, cu_seqlens=[0, 40, 60])
+    return trained(*batch(), layout)
+
+
+@functools.cache
+def plain():
+    trained = trained_model(checkpoint="none")
+    loss = loss_of(trained)
+    loss.backward()
+    return loss, {name: parameter.grad for name, parameter in trained.named_parameters()}
+
+
+SWITCHES = [
+    {"checkpoint": checkpoint, "checkpoint_every": every, "offload": offload}
+    for checkpoint, every, offload in [
+        ("selective", 2, []),
+        ("full", 3, []),
+        ("selective", 1, ["activations"]),
+        ("selective", 1, ["attention"]),
+        ("full", 2, ["activations"]),
+        ("selective", 2, ["activations", "attention"]),
+        ("selective", LAYERS + 1, ["attention"]),
+    ]
+]
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_every_switch_gives_the_same_bits_in_every_step(switches, monkeypatch):
+    lanes = []
+    monkeypatch.setattr(checkpointing, "Lane", lambda: lanes.append(offload.Lane()) or lanes[-1])
+    trained = trained_model(**switches)
+    want_loss, want = plain()
+    taken = []
+    for _ in range(2):
+        trained.zero_grad()
+        loss = loss_of(trained)
+        assert torch.equal(loss, want_loss)
+        loss.backward()
+        assert all(torch.equal(parameter.grad, want[name]) for name, parameter in trained.named_parameters())
+        taken.append([lane.num_bytes for lane in lanes])
+    states = training.LENGTH * training.LLAMA["hidden_size"] * 4
+    pairs = training.LENGTH * training.LLAMA["num_attention_heads"] * (training.LLAMA["head_dim"] + 1) * 4
+    sizes = {"activations": -(-LAYERS // switches["checkpoint_every"]) * states, "attention": LAYERS * pairs}
+    assert taken == [[sizes[kind] for kind in ("activations", "attention") if kind in switches["offload"]]] * 2
