@@ -30,6 +30,8 @@ def attention(
     kernel: str = "auto",
     deterministic: bool = False,
     rotate: str = "auto",
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, on one device or over a ring.
 
@@ -50,6 +52,11 @@ def attention(
         torch.use_deterministic_algorithms is on
     rotate: what travels in the backward of a ring: "keys" and values with their gradients, "queries" with theirs, or
         "auto": whichever moves fewer bytes for these heads, types and this mask
+    sinks: [H], any float type: a logit of each query head, not multiplied by scale, that is one more key of every
+        query, with value 0; lse has it in it, and a query that sees no key has lse = sink. Its gradient is that of
+        this rank's queries, so parameters are summed over ranks, as all are. A call with sinks starts from a state in
+        fp32, 4 bytes an element of out
+    softcap: scores s become softcap * tanh(s / softcap), s with scale in it, before the mask; kernels eager and triton
     returns out [B, L, H, D] in the input's type, or (out, lse)
 
     Numerics: state and gradients are fp32 from the first hop to the last and rounded once; a query that sees no key has
@@ -63,6 +70,7 @@ def attention(
     return_lse = arguments.flag_of("return_lse", return_lse)
     out, lse = ops.attention(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)),
+        arguments.sinks_of(q, sinks),
         None if layout is None else layout.segments,
         mask.cu_seqlens,
         mask.bounds,
@@ -72,6 +80,7 @@ def attention(
         _known(kernel),
         _deterministic(deterministic),
         *_ranks(layout, arguments.rotate_of(rotate, layout)),
+        arguments.softcap_of(softcap),
     )
     return (out, lse) if return_lse else out
 
@@ -165,6 +174,7 @@ def explain(
     kernel: str = "auto",
     deterministic: bool = False,
     rotate: str = "auto",
+    softcap: float | None = None,
 ) -> Explanation:
     """Say which kernel, hops and bytes `attention` will use for these tensors and masks; sends nothing.
 
@@ -174,7 +184,8 @@ def explain(
     q, k, v = _checked(q, k, v, layout)
     mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
     rotate = arguments.rotate_of(rotate, layout)
-    choice = choose(_known(kernel), q, k, _deterministic(deterministic), 1 if layout is None else layout.ring.ring_size)
+    num_hops = 1 if layout is None else layout.ring.ring_size
+    choice = choose(_known(kernel), q, k, _deterministic(deterministic), num_hops, arguments.softcap_of(softcap))
     if layout is None:
         lo, hi = mask.intervals(q.shape[1], k.shape[1])
         plan = OneDevice(k.shape[1], lo, hi)

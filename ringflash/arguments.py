@@ -139,6 +139,31 @@ def scale_of(q: torch.Tensor, scale: float | None) -> float:
     return float(scale)
 
 
+def softcap_of(softcap: float | None) -> float:
+    """Where scores are capped, > 0 and finite; 0.0 for None, which caps nothing."""
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float):
+        raise TypeError(f"softcap={softcap!r} is {type(softcap).__name__}; it must be a positive float or None")
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap} must be positive and finite, or None")
+    return float(softcap)
+
+
+def sinks_of(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """One logit a query head, [H], any float type, where q is; as fp32."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point():
+        kind = sinks.dtype if isinstance(sinks, torch.Tensor) else type(sinks).__name__
+        raise TypeError(f"sinks is {kind}; it must be a floating-point tensor [H] or None")
+    if sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks has shape {list(sinks.shape)}; it must be [{q.shape[2]}], one logit a query head")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device} and q on {q.device}; they must be on one device")
+    return sinks.float()
+
+
 def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int) -> torch.Tensor | None:
     """Document borders, int32 on the CPU: 0 first, never falling, at most seq_len; padding follows the last."""
     if cu_seqlens is None:

@@ -24,14 +24,12 @@ from .layout import Layout
 if TYPE_CHECKING:
     from .group import Ring
 
-USED = frozenset({"layout", "position_ids", "scaling", "sliding_window"})
+USED = frozenset({"layout", "position_ids", "s_aux", "scaling", "sliding_window", "softcap"})
 
 # keyword: (values that ask for nothing, why no other is accepted)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "dropout": ((None, 0.0), "the ring has no attention dropout; set config.attention_dropout = 0"),
     "is_causal": ((None, True), "the model must be causal; other masks go into ring.layout(intervals=...)"),
-    "softcap": ((None,), "the kernels do not cap scores; choose a model without it"),
-    "s_aux": ((None,), "attention sinks are not part of this softmax; choose a model without them"),
     "output_attentions": ((None, False), "the attention weights never exist; leave it out"),
     "use_cache": ((None, False), "a ring keeps no key/value cache; leave it out"),
 }
@@ -142,6 +140,8 @@ class _Implementation:
             layout=layout,
             window=given.get("sliding_window"),
             scale=given.get("scaling"),
+            sinks=given.get("s_aux"),
+            softcap=given.get("softcap"),
         )
         assert isinstance(out, torch.Tensor)
         return out, None

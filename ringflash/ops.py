@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from . import agreement, arguments, mask, ring, routes, ulysses
 from .exchange import Processes, Transport, connect
 from .kernels import KERNELS, Kernel
-from .kernels.choice import choose, num_pieces
+from .kernels.choice import capped, choose, num_pieces
 from .layout import segments_of
 
 NO_WINDOW = 0
@@ -74,6 +74,7 @@ class How(NamedTuple):
     window: 0 = none; group: its name, "" = one process; arrangement, inner: see `routes.Plan`
     rotate: what travels in the backward, auto or a key of routes.TRAVELLERS; transit: the type of gradients under way
     slow_group: the group for what goes between nodes, "" = the same
+    softcap: scores s become softcap * tanh(s / softcap); 0 = they do not
     """
 
     causal: bool
@@ -89,6 +90,7 @@ class How(NamedTuple):
     rotate: str
     transit: str
     slow_group: str
+    softcap: float
 
 
 def _group(name: str) -> dist.ProcessGroup:
@@ -120,7 +122,9 @@ class _Call:
                 self.heads = Processes(self.pg, head_rank, range(first, first + how.ulysses), how.timeout_s)
         self.name, self.refused = how.kernel, ""
         try:
-            self.name = choose(how.kernel, q, k, how.deterministic, self.ring.size if self.ring else 1).kernel
+            self.name = choose(
+                how.kernel, q, k, how.deterministic, self.ring.size if self.ring else 1, how.softcap
+            ).kernel
         except ValueError as error:
             self.refused = str(error)
         shape = (self.ring.rank if self.ring else 0, q.shape[1] * size, k.shape[1] * size)
@@ -134,7 +138,7 @@ class _Call:
     @property
     def kernel(self) -> Kernel:
         """Only for a call that was not refused."""
-        return KERNELS[self.name]
+        return capped(KERNELS[self.name], self.how.softcap)
 
     @property
     def way_back(self) -> routes.Route:
@@ -150,6 +154,10 @@ class _Call:
     def scatter(self, tensors: list[Tensor]) -> list[Tensor]:
         """All heads of the local tokens -> this rank's heads of the ring rank's tokens."""
         return ulysses.scatter_heads(tensors, self.groups, self.heads) if self.heads else tensors
+
+    def heads_of(self, x: Tensor | None) -> Tensor | None:
+        """Of one number a query head those of this rank's heads."""
+        return x if x is None or not self.heads else x.chunk(self.heads.size)[self.heads.rank]
 
     def gather(self, x: Tensor) -> Tensor:
         """The way back, for tensors with query heads."""
@@ -255,52 +263,67 @@ def _op(body: Callable[..., Any]) -> Callable[..., Any]:
 
 @_op
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+    segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
     causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
     group: str, ulysses: int, timeout_s: float, arrangement: str, inner: int, rotate: str, transit: str,
-    slow_group: str,
+    slow_group: str, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The local part of attention over a ring.
 
-    q: [B, L, H, D]; k, v: [B, L, G, D], innermost stride 1
+    q: [B, L, H, D]; k, v: [B, L, G, D], innermost stride 1; sinks: [H] fp32
     segments: int32 [n, 3] (ring rank, global start, count) of all ranks, None on one device
     cu_seqlens: int32 [m + 1]; bounds: int32 [2, S] (lo, hi); the rest: see `How`
     returns out [B, L, H, D] in q's type, lse [B, H, L] fp32
     """
     how = How(
         causal, window, scale, kernel, deterministic, group, ulysses, timeout_s, arrangement, inner, rotate, transit,
-        slow_group,
+        slow_group, softcap,
     )  # fmt: skip
     call = _Call(q, k, segments, cu_seqlens, bounds, how)
     call.agree(call.refusal())
     call.connect(q.device)
     with _no_autocast(q):
         q_heads, k_heads, v_heads = call.scatter([q, k, v])
-        out, lse = ring.forward(q_heads, k_heads, v_heads, call.plan.forward, call.ring, call.kernel, scale=scale)
+        out, lse = ring.forward(
+            q_heads, k_heads, v_heads, call.plan.forward, call.ring, call.kernel,
+            scale=scale, sinks=call.heads_of(sinks),
+        )  # fmt: skip
     return call.gather(out), call.gather_rows(lse)
 
 
 @torch.library.register_fake("ringflash::attention", lib=_LIBRARY)
 def _(
-    q, k, v, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group, ulysses, timeout_s,
-    arrangement, inner, rotate, transit, slow_group,
+    q, k, v, sinks, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group, ulysses,
+    timeout_s, arrangement, inner, rotate, transit, slow_group, softcap,
 ):  # fmt: skip
     batch, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=torch.float32)
 
 
+def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+    """[H] fp32, [0] without sinks. A sink is a key without a value, so its dP is 0 and its dS is -P delta."""
+    if sinks is None:
+        return lse.new_empty(0)
+    weight = (sinks[:, None] - lse).exp().masked_fill(lse == -torch.inf, 0.0)
+    return -(weight * delta).sum((0, 2))
+
+
 @torch.library.custom_op("ringflash::attention_backward", mutates_args=())
 def attention_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
     segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
     causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
     group: str, ulysses: int, timeout_s: float, arrangement: str, inner: int, rotate: str, transit: str,
-    slow_group: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type."""
+    slow_group: str, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type.
+
+    That of sinks is of this rank's queries, and [0] without sinks.
+    """
     how = How(
         causal, window, scale, kernel, deterministic, group, ulysses, timeout_s, arrangement, inner, rotate, transit,
-        slow_group,
+        slow_group, softcap,
     )  # fmt: skip
     call = _Call(q, k, segments, cu_seqlens, bounds, how)
     if dlse is not None:
@@ -310,20 +333,22 @@ def attention_backward(
     with _no_autocast(q):
         delta = call.kernel.delta(out, dout, dlse)
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
+        dsinks = _sinks_gradient(sinks, lse, delta)
         lse, delta = call.scatter_rows(lse, delta)
         dq, dk, dv = ring.backward(
             dout_heads, q_heads, k_heads, v_heads, lse, delta, call.way_back, call.ring, call.kernel,
             scale=scale, deterministic=deterministic, rounded=not call.shares_heads, transit=call.transit,
         )  # fmt: skip
-    return call.gather(dq.to(q.dtype)), call.gather_kv(dk, k.dtype), call.gather_kv(dv, v.dtype)
+    return call.gather(dq.to(q.dtype)), call.gather_kv(dk, k.dtype), call.gather_kv(dv, v.dtype), dsinks
 
 
 @attention_backward.register_fake
 def _(
-    dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group,
-    ulysses, timeout_s, arrangement, inner, rotate, transit, slow_group,
+    dout, dlse, q, k, v, sinks, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic,
+    group, ulysses, timeout_s, arrangement, inner, rotate, transit, slow_group, softcap,
 ):  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dsinks = lse.new_empty(0 if sinks is None else len(sinks))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 class _Differentiable(torch.autograd.Function):
@@ -333,20 +358,21 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             output = attention(*inputs)
-        q, k, v, segments, cu_seqlens, bounds, *ctx.rest = inputs
-        ctx.save_for_backward(q, k, v, *output, segments, cu_seqlens, bounds)
+        q, k, v, sinks, segments, cu_seqlens, bounds, *ctx.rest = inputs
+        ctx.save_for_backward(q, k, v, sinks, *output, segments, cu_seqlens, bounds)
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        q, k, v, out, lse, segments, cu_seqlens, bounds = ctx.saved_tensors
+        q, k, v, sinks, out, lse, segments, cu_seqlens, bounds = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         elif dout.stride(-1) != 1:
             dout = dout.contiguous()
-        grads = attention_backward(dout, dlse, q, k, v, out, lse, segments, cu_seqlens, bounds, *ctx.rest)
-        return *grads, *(None,) * (3 + len(ctx.rest))
+        grads = attention_backward(dout, dlse, q, k, v, sinks, out, lse, segments, cu_seqlens, bounds, *ctx.rest)
+        dsinks = None if sinks is None else grads[3]
+        return *grads[:3], dsinks, *(None,) * (3 + len(ctx.rest))
 
 
 _LIBRARY.impl("attention", lambda *inputs: _Differentiable.apply(*inputs), "Autograd")

@@ -28,6 +28,8 @@ def attention(
     intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q k^T + mask) v, dense, in fp64.
 
@@ -49,9 +51,14 @@ def attention(
     q, k, v = q.double(), k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
     key = torch.arange(k.shape[1], device=q.device)
     seen = (key >= lo[:, None]) & (key < hi[:, None])  # [S, S_k]
-    scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).masked_fill(~seen, -torch.inf)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:  # a key that everybody sees
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
     lse, weights = _softmax(scores)
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights[..., : k.shape[1]], v)
     return (out, lse) if return_lse else out
 
 

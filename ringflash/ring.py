@@ -27,13 +27,15 @@ from .travel import Blocks, Sums
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, route: Route, transport: Transport | None, kernel: Kernel, *,
-    scale: float,
+    scale: float, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of the local queries to the keys of every rank.
 
     q: [B, L, H, D]; k, v: [B, L, G, D], the local parts, one dtype
     route: `Plan.forward`, on which keys and values travel; transport: None where the ring has one rank
-    returns out [B, L, H, D] in q's type and lse [B, H, L] fp32, natural log; a row that sees nothing: 0 and -inf
+    sinks: [H] fp32, a logit of each head that is in every softmax and has no value; None = none
+    returns out [B, L, H, D] in q's type and lse [B, H, L] fp32, natural log, the sink in it; a row that sees nothing:
+        0 and -inf, or the sink
     """
     batch, length, heads, _ = q.shape
     first, last = route.first, route.last
@@ -43,8 +45,13 @@ def forward(
         out.zero_()
         lse.fill_(-torch.inf)
     acc = None
-    if first < last:
+    if first < last or sinks is not None:
         acc = out if q.dtype == torch.float32 else torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    if sinks is not None:  # a state that has seen one key, whose value is 0
+        assert acc is not None
+        acc.zero_()
+        lse.copy_(sinks[:, None].expand_as(lse))
+        first = -1
     state = State(acc, out, lse)
     for i, (visit, (k_visiting, v_visiting)) in enumerate(Blocks([k, v], route, transport)):
         if visit.view:

@@ -309,6 +309,26 @@ FAULTS = [
         "peers = before[(rank + jump) % size]",
         "tests/test_makespan.py::test_a_hop_begins_when_the_neighbours_have_begun_the_one_before",
     ),
+    Fault(
+        "the gradient of a sink has the other sign", "ringflash/ops.py",
+        "return -(weight * delta).sum((0, 2))", "return (weight * delta).sum((0, 2))",
+        "tests/test_sinks_softcap.py::test_one_device_equals_the_reference[sinks-causal]",
+    ),
+    Fault(
+        "Ulysses ranks take the sinks of the first heads", "ringflash/ops.py",
+        "x.chunk(self.heads.size)[self.heads.rank]", "x.chunk(self.heads.size)[0]",
+        "tests/test_sinks_softcap.py::test_ulysses_gives_each_rank_the_sinks_of_its_heads",
+    ),
+    Fault(
+        "the slope of capped scores left out", "ringflash/kernels/eager.py",
+        "dscores *= slope", "pass",
+        "tests/test_sinks_softcap.py::test_one_device_equals_the_reference[softcap-causal]",
+    ),
+    Fault(
+        "the slope of capped scores left out of triton's dq", "ringflash/kernels/triton/backward_kernels.py",
+        "b_ds = b_p * (b_dp - b_delta[:, None])\n    if CAP:", "b_ds = b_p * (b_dp - b_delta[:, None])\n    if False:",
+        "tests/test_kernel_triton.py::test_capped_scores[0.5-0.3]",
+    ),
 ]  # fmt: skip
 
 

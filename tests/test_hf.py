@@ -22,6 +22,7 @@ SIZES = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 WINDOW = 24
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # name: (family, what differs from SIZES)
 MODELS = {
     "llama": ("Llama", {}),
@@ -34,6 +35,13 @@ MODELS = {
             "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),  # the window in two of three layers, the largest head dimension, its own scale
+    "gemma2": (
+        "Gemma2", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16, "sliding_window": WINDOW},
+    ),  # capped scores, and a window in every second layer
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": PLAIN_ROPE},
+    ),  # sinks; both experts for every token, since a choice between close scores turns over on a rounding
 }  # fmt: skip
 DOCUMENTS = [0, 5, 6, 70, 121]  # one of a single token, one over shard borders, 7 tokens of padding
 # name: (ranks, layout, ulysses, borders of documents)
@@ -83,7 +91,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
 @functools.cache  # in each process, for the rings that share it
 def by_document(name: str, borders: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The reference in fp64: each document alone through the model's own attention. Logits [1, borders[-1], V]."""
-    model = make(name).double()
+    model = make(name).to(torch.float32 if name == "gpt_oss" else torch.float64)  # grouped products know no fp64
     ids, dlogits = sample()
     logits = []
     for start, end in itertools.pairwise(borders):

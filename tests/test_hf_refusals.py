@@ -77,7 +77,6 @@ CONFIGS = {
     "both ways": ("gemma3", {"use_bidirectional_attention": True}, "Gemma3TextConfig: mask_function .*or_masks"),
     "dynamic": ("llama", {"rope_parameters": DYNAMIC}, "layer 0 .*rope_type='dynamic'"),
     "longrope": ("llama", {"rope_parameters": LONGROPE}, "layer 0 .*rope_type='longrope'"),
-    "cap": ("Gemma2", {"attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 16}, r"layer 0 .*: softcap=50.0"),
 }
 
 
@@ -125,8 +124,6 @@ FULL, SLIDING = ({"layer_types": [f"{kind}_attention"] * 8} for kind in ("full",
 CHUNKED, LINEAR = ({"layer_types": [f"{kind}_attention"] * 8} for kind in ("chunked", "linear"))
 # change of the layer, keywords -> what the error must name after the layer
 KEYWORDS = {
-    "softcap": ({}, {"softcap": 50.0}, "softcap=50.0"),
-    "s_aux": ({}, {"s_aux": torch.zeros(2)}, "s_aux="),
     "is_causal": ({}, {"is_causal": False}, "is_causal=False"),
     "layer's is_causal": ({"is_causal": False}, {}, "is_causal=False"),
     "dropout": ({}, {"dropout": 0.5}, "dropout=0.5"),

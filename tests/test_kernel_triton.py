@@ -42,7 +42,9 @@ def run() -> Iterator[Callable]:
         yield lambda function, *args, **kwargs: worker.submit(function, *args, **kwargs).result()
 
 
-def one_rank(rank: int, segments: list, bounds: tuple, tensors: tuple, sums: tuple, *, scale: float) -> tuple:
+def one_rank(
+    rank: int, segments: list, bounds: tuple, tensors: tuple, sums: tuple, *, scale: float, softcap: float
+) -> tuple:
     """out and lse of one rank after its forward hops, dq after its backward hops; adds dk and dv to `sums`."""
     q, k, v, dout, dlse = tensors
     where = [torch.from_numpy(mask.positions(part)) for part in segments]
@@ -56,7 +58,9 @@ def one_rank(rank: int, segments: list, bounds: tuple, tensors: tuple, sums: tup
     for i, view, keys in work:
         first, last = i == work[0][0], i == work[-1][0]
         state = State(None if first and last else acc, out, lse)
-        triton.forward(q_local, k[:, keys], v[:, keys], view, state, scale=scale, first=first, last=last)
+        triton.forward(
+            q_local, k[:, keys], v[:, keys], view, state, scale=scale, first=first, last=last, softcap=softcap
+        )
     if not work:
         out.zero_(), lse.fill_(-torch.inf)
     delta = triton.delta(out, dout_local, dlse[..., rows])
@@ -64,15 +68,22 @@ def one_rank(rank: int, segments: list, bounds: tuple, tensors: tuple, sums: tup
     for _, view, keys in work:
         dk, dv = torch.full((2, k.shape[0], len(keys), *k.shape[2:]), torch.nan)
         triton.backward(
-            dout_local, q_local, k[:, keys], v[:, keys], lse, delta, view, dq, dk, dv, scale=scale, deterministic=True
-        )
+            dout_local, q_local, k[:, keys], v[:, keys], lse, delta, view, dq, dk, dv,
+            scale=scale, deterministic=True, softcap=softcap,
+        )  # fmt: skip
         sums[0][:, keys] += dk
         sums[1][:, keys] += dv
     return out, lse.transpose(1, 2), dq
 
 
 def ring(
-    given: dict, segments: list, tiles: dict[str, Tiling] | None = None, *, scale: float = 0.2, **shapes
+    given: dict,
+    segments: list,
+    tiles: dict[str, Tiling] | None = None,
+    *,
+    scale: float = 0.2,
+    softcap: float = 0.0,
+    **shapes,
 ) -> dict[str, torch.Tensor]:
     """out, lse, dq, dk, dv of a ring with these segments, in the order of the sequence."""
     from ringflash.kernels.triton import launch
@@ -84,7 +95,9 @@ def ring(
     given = {"causal": None, "window": None, "cu_seqlens": None, "intervals": None} | given
     bounds = arguments.mask_of(q, k, None, **given).intervals(q.shape[1], k.shape[1])
     sums = torch.zeros(k.shape), torch.zeros(k.shape)
-    parts = [one_rank(rank, segments, bounds, tensors, sums, scale=scale) for rank in range(len(segments))]
+    parts = [
+        one_rank(rank, segments, bounds, tensors, sums, scale=scale, softcap=softcap) for rank in range(len(segments))
+    ]
     order = torch.argsort(torch.cat([torch.from_numpy(mask.positions(part)) for part in segments]))
     out, lse, dq = (torch.cat(some, 1)[:, order] for some in zip(*parts, strict=True))
     return dict(zip(NAMES, (out, lse.transpose(1, 2), dq, *sums), strict=True))
@@ -162,6 +175,14 @@ def test_any_finite_scale(run, scale):
         assert error(results[name], wanted[name]) < (1e-5 if abs(scale) <= 3 else 1e-4), name
     if not scale:
         assert not results["dq"].any() and not results["dk"].any()
+
+
+@pytest.mark.parametrize("softcap", [0.3, 30.0])
+@pytest.mark.parametrize("scale", [0.5, -3.0])
+def test_capped_scores(run, scale, softcap):
+    given, shapes = MASKS["documents_window"](SIZE), {"heads": 2, "groups": 1, "width": 96}
+    wanted = want(*inputs(SIZE, **shapes), scale=scale, softcap=softcap, **given)
+    check(run(ring, given, RINGS["odd"], TILES, scale=scale, softcap=softcap, **shapes), wanted)
 
 
 def one_device(

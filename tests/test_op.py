@@ -233,12 +233,14 @@ def test_opcheck(name):
     mask = (layout.segments, layout.cu_seqlens, layout.bounds, layout.causal, window, 0.25, "eager")
     alone = (False, "", 1, 0.0, "ring", 0, "auto", "float32", "")
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.ringflash.attention.default, (*leaves, *mask, *alone))
-    out, lse = ringflash.ops.attention(*leaves, *mask, *alone)
-    saved = [x.detach() for x in (q, k, v, out, lse)]
-    for given_dlse in (dlse, None):
-        arguments = (dout, given_dlse, *saved, *mask, *alone)
-        torch.library.opcheck(torch.ops.ringflash.attention_backward.default, arguments)
+    for sinks, softcap in ((None, 0.0), (torch.randn(q.shape[2]).requires_grad_(), 3.0)):
+        call = (*leaves, sinks, *mask, *alone, softcap)
+        torch.library.opcheck(torch.ops.ringflash.attention.default, call)
+        out, lse = ringflash.ops.attention(*call)
+        saved = [None if x is None else x.detach() for x in (q, k, v, sinks, out, lse)]
+        for given_dlse in (dlse, None):
+            arguments = (dout, given_dlse, *saved, *mask, *alone, softcap)
+            torch.library.opcheck(torch.ops.ringflash.attention_backward.default, arguments)
 
 
 def test_results_never_share_memory_with_inputs_or_each_other():

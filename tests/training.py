@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringflash
-from ringflash import ring
+from ringflash import travel
 from train import data, engine, loop, model, probe, weights, world
 from train.config import Config, resolve
 from train.engine import learning_rate, optimizer_of
@@ -296,7 +296,7 @@ def probe_gradient(config: Config, fault: str | None) -> str | None:
 
 
 def probe_attention(config: Config, fault: str | None) -> str | None:
-    """Body: what the attention probe says of a ring with local positions, or one whose keys stay where they are."""
+    """Body: what the attention probe says of a ring with local positions, or one whose keys are lost on the way."""
     joined_world = join(config)
     ringflash.hf.register(joined_world.ring, name=model.ATTENTION)
     with ExitStack() as faults:
@@ -304,8 +304,8 @@ def probe_attention(config: Config, fault: str | None) -> str | None:
             local = property(lambda layout: torch.arange(layout.local_len))
             faults.enter_context(patch.object(ringflash.Layout, "position_ids", local))
         if fault == "keys":
-            stay = lambda k, v, hops, transport: ((k, v) for _ in hops)  # noqa: E731
-            faults.enter_context(patch.object(ring, "_visits", stay))
+            lose = lambda record, tensors, rows, block: block.zero_()  # noqa: E731
+            faults.enter_context(patch.object(travel.Record, "write", lose))
         return _refusal(probe.check_attention, config, joined_world)
 
 

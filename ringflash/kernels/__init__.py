@@ -32,7 +32,8 @@ class State(NamedTuple):
 class Kernel(Protocol):
     """What every kernel module offers. The innermost stride of q, k, v, dout is 1, the others are free.
 
-    One that does not take every mask also has `few`, see `pieces.few`: it is asked before anything is sent.
+    One that does not take every mask also has `few`, see `pieces.few`: it is asked before anything is sent. One with
+    CAPS_SCORES takes `softcap=` in forward and backward: scores s become softcap * tanh(s / softcap).
     """
 
     def refuses(self, q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from ..mask import Plan
-from . import KERNELS
+from . import KERNELS, Kernel
 from .gluon.check import fault
 
 FASTEST_FIRST = {"cpu": ("eager",), "cuda": ("gluon", "triton")}
@@ -28,20 +29,48 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(name: str, q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> Choice:
+def choose(
+    name: str, q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int, softcap: float = 0.0
+) -> Choice:
     """The kernel of a call: a name of KERNELS, or "auto". ValueError if it refuses, for auto if all of the list do."""
     if name != "auto":
-        refusal = KERNELS[name].refuses(q, k, deterministic, num_hops)
+        refusal = _refusal(name, q, k, deterministic, num_hops, softcap)
         if refusal:
             raise ValueError(f"kernel={name!r}: {refusal}")
         return Choice(name, "named")
     reasons: list[str] = []
     for candidate in FASTEST_FIRST.get(q.device.type, ("eager",)):
-        reason = KERNELS[candidate].refuses(q, k, deterministic, num_hops) or _fault(candidate, q, deterministic)
+        reason = _refusal(candidate, q, k, deterministic, num_hops, softcap) or _fault(candidate, q, deterministic)
         if not reason:
             return Choice(candidate, "; ".join(["auto", *reasons]))
         reasons.append(reason)
     raise ValueError(f"kernel='auto': no kernel can do this call: {'; '.join(reasons)}")
+
+
+def _refusal(
+    name: str, q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int, softcap: float
+) -> str | None:
+    if softcap and not getattr(KERNELS[name], "CAPS_SCORES", False):
+        able = " or ".join(repr(other) for other, kernel in KERNELS.items() if hasattr(kernel, "CAPS_SCORES"))
+        return f"kernel {name!r} does not cap scores; kernel={able} does"
+    return KERNELS[name].refuses(q, k, deterministic, num_hops)
+
+
+class Capped(NamedTuple):
+    """A kernel that caps its scores. See `kernels.Kernel`."""
+
+    refuses: Callable
+    forward: Callable
+    delta: Callable
+    backward: Callable
+
+
+def capped(kernel: Any, softcap: float) -> Kernel:
+    """The kernel itself, or with its softcap given. One that `choose` let pass."""
+    if not softcap:
+        return kernel
+    forward, backward = (functools.partial(f, softcap=softcap) for f in (kernel.forward, kernel.backward))
+    return Capped(kernel.refuses, forward, kernel.delta, backward)
 
 
 def num_pieces(name: str, plan: Plan) -> list[int]:

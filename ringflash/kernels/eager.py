@@ -21,6 +21,7 @@ BLOCK_Q = 256
 BLOCK_K = 256
 DELTA_ROWS = 8192  # of an fp32 copy in `delta`
 SLAB = 1024  # keys multiplied at once: the largest score matrix is BLOCK_Q x SLAB a head
+CAPS_SCORES = True
 
 
 def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:
@@ -59,7 +60,7 @@ def _group(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: View, state: State, *,
-    scale: float, first: bool, last: bool,
+    scale: float, first: bool, last: bool, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.forward`."""
     groups = k.shape[2]
@@ -79,6 +80,8 @@ def forward(
             b_sum = (b_max > -torch.inf).float()
         for keys, mask in slabs:
             scores = (b_q @ _group(k[:, keys], groups).mT).mul_(scale)  # [B, G, H/G, rows, keys]
+            if softcap:
+                scores = scores.div_(softcap).tanh_().mul_(softcap)
             if mask is not None:
                 scores.masked_fill_(~mask, -torch.inf)
             new_max = torch.maximum(b_max, scores.amax(-1))
@@ -110,6 +113,7 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
+    softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     groups = k.shape[2]
@@ -129,6 +133,10 @@ def backward(
             b_k, b_v = (_seen(_group(x[:, keys], groups), mask, 0) for x in (k, v))
             b_q, b_dout = (_seen(x, mask, 1) for x in (tile_q, tile_dout))
             scores = (b_q @ b_k.mT).mul_(scale)
+            slope = None
+            if softcap:
+                capped = scores.div_(softcap).tanh_()
+                slope, scores = 1 - capped * capped, capped * softcap
             if mask is not None:
                 scores.masked_fill_(~mask, -torch.inf)
             weights = scores.sub_(b_lse).exp_()
@@ -136,6 +144,8 @@ def backward(
             folded = weights.flatten(2, 3)
             dv_total[:, keys] += (folded.mT @ b_dout.flatten(2, 3)).transpose(1, 2)
             dscores = (b_dout @ b_v.mT).sub_(b_delta).mul_(weights).mul_(scale)
+            if slope is not None:
+                dscores *= slope
             b_dq += dscores @ b_k
             dk_total[:, keys] += (dscores.flatten(2, 3).mT @ b_q.flatten(2, 3)).transpose(1, 2)
         dq_total[:, rows] += b_dq.permute(0, 3, 1, 2, 4).flatten(2, 3)

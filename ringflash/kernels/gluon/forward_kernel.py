@@ -311,24 +311,8 @@ def consume(
     _pass_over(shared, past, passed, STAGES, NC)
     if v1 - v0 > passed:
         b_acc, b_max, b_sum = _walk(
-            shared,
-            walk,
-            past,
-            passed,
-            b_q,
-            b_acc,
-            b_max,
-            b_sum,
-            b_lo,
-            b_hi,
-            scale_log2,
-            k_tiles,
-            BK,
-            STAGES,
-            SL,
-            OL,
-            NC,
-        )
+            shared, walk, past, passed, b_q, b_acc, b_max, b_sum, b_lo, b_hi, scale_log2, k_tiles,
+            BK, STAGES, SL, OL, NC)  # fmt: skip
     if LATE and not FIRST:
         b_acc = with_state(b_acc, b_max, p_state, p_lse, state_row, count, C, D, WIDTH)
     b_inverse = store_lse(p_lse, b_max, b_sum, count, C, gl.SliceLayout(1, SL))

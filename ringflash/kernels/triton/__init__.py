@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .. import State
 
 
+CAPS_SCORES = True
+
+
 def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:
     """See `kernels.Kernel.refuses`. Always deterministic, any number of hops."""
     try:
@@ -40,13 +43,16 @@ def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: View, state: State, *,
-    scale: float, first: bool, last: bool,
+    scale: float, first: bool, last: bool, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.forward`."""
-    from . import specialised
+    from . import launch, specialised
 
     with torch.cuda.device_of(q):
-        specialised.forward(q, k, v, view, state, scale=scale, first=first, last=last)
+        if softcap:
+            launch.forward(q, k, v, view, state, scale=scale, first=first, last=last, softcap=softcap)
+        else:
+            specialised.forward(q, k, v, view, state, scale=scale, first=first, last=last)
 
 
 def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
@@ -60,10 +66,11 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
+    softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     from . import launch
 
     with torch.cuda.device_of(q):
-        launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
-        launch.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)
+        launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale, softcap=softcap)
+        launch.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale, softcap=softcap)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import LOG2E, load, range_of, store, stream, stream_numbers, tile_of
+from .rows import LOG2E, capped, load, range_of, store, stream, stream_numbers, tile_of
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_heads", "num_rows"])
@@ -50,9 +50,9 @@ def _rows_of(lse, delta, row, count, BQ: tl.constexpr):
 @triton.jit
 def _keys_step(
     b_dk0, b_dk1, b_dv0, b_dv1, b_k0, b_k1, b_v0, b_v1, b_key, i_q, q, dout, q_desc0, q_desc1, dout_desc0, dout_desc1,
-    lse_desc, delta_desc, lo_desc, hi_desc, lse, delta, lo, hi, o_head, q_tiles, i_b, i_h, num_rows, scale_log2,
-    D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr,
-    MASK: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    lse_desc, delta_desc, lo_desc, hi_desc, lse, delta, lo, hi, o_head, q_tiles, i_b, i_h, num_rows,
+    scale_log2, cap_scale, D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one query tile to dk and dv of one key tile; without MASK the tile is full and seen whole."""
     row, count = i_q * BQ, BQ
@@ -67,6 +67,9 @@ def _keys_step(
     if D1:
         b_q1 = stream(q_desc1, q, i_b, i_h, row, num_rows, BQ, D0, D1, UPCAST)
         b_s = tl.dot(b_k1, b_q1.T, b_s, input_precision=PRECISION)
+    if CAP:
+        b_s = capped(b_s, cap_scale)
+        b_slope = 1.0 - b_s * b_s
     b_lse = stream_numbers(lse_desc, lse, o_head + row, count, BQ) * LOG2E
     b_s = b_s * scale_log2 - b_lse[None, :]
     if MASK:
@@ -85,7 +88,10 @@ def _keys_step(
     b_delta = stream_numbers(delta_desc, delta, o_head + row, count, BQ)
     if MASK and delta_desc is not None:  # behind `count` stands a row of the next head, or of the padding
         b_delta = tl.where(m_q, b_delta, 0.0)
-    b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q0.dtype)
+    b_ds = b_p * (b_dp - b_delta[None, :])
+    if CAP:
+        b_ds *= b_slope
+    b_ds = b_ds.to(b_q0.dtype)
     b_dk0 = tl.dot(b_ds, b_q0, b_dk0, input_precision=PRECISION)
     if D1:
         b_dk1 = tl.dot(b_ds, b_q1, b_dk1, input_precision=PRECISION)
@@ -96,9 +102,9 @@ def _keys_step(
 def keys(
     q, k, v, dout, q_desc0, q_desc1, dout_desc0, dout_desc1, lse_desc, delta_desc, lo_desc, hi_desc,
     dk, dv, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale, scale_log2, num_tiles, num_full, num_groups, group, num_rows, head_stride, skipped,
+    scale, scale_log2, cap_scale, num_tiles, num_full, num_groups, group, num_rows, head_stride, skipped,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
@@ -134,7 +140,8 @@ def keys(
                 b_dk0, b_dk1, b_dv0, b_dv1 = _keys_step(
                     b_dk0, b_dk1, b_dv0, b_dv1, b_k0, b_k1, b_v0, b_v1, b_key, i_q, q, dout, q_desc0, q_desc1,
                     dout_desc0, dout_desc1, lse_desc, delta_desc, lo_desc, hi_desc, lse, delta, lo, hi, o_head,
-                    q_tiles, i_b, i_h, num_rows, scale_log2, D0, D1, BQ, MASK, RAGGED, UPCAST, PRECISION)  # fmt: skip
+                    q_tiles, i_b, i_h, num_rows, scale_log2, cap_scale, D0, D1, BQ, MASK, CAP, RAGGED, UPCAST,
+                    PRECISION)  # fmt: skip
     store(dk, b_dk0 * scale, i_b, i_g, row, count, BK, 0, D0)
     store(dv, b_dv0, i_b, i_g, row, count, BK, 0, D0)
     if D1:
@@ -145,8 +152,8 @@ def keys(
 @triton.jit
 def _queries_step(
     b_dq0, b_dq1, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, b_lo, b_hi, i_k, k, v, k_desc0, k_desc1, v_desc0, v_desc1,
-    k_tiles, i_b, i_g, num_keys, scale_log2, D0: tl.constexpr, D1: tl.constexpr, BK: tl.constexpr,
-    MASK: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    k_tiles, i_b, i_g, num_keys, scale_log2, cap_scale, D0: tl.constexpr, D1: tl.constexpr, BK: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one key tile to dq of one query tile; without MASK the tile is full and seen whole."""
     row = i_k * BK
@@ -159,6 +166,9 @@ def _queries_step(
     if D1:
         b_k1 = stream(k_desc1, k, i_b, i_g, row, num_keys, BK, D0, D1, UPCAST)
         b_s = tl.dot(b_q1, b_k1.T, b_s, input_precision=PRECISION)
+    if CAP:
+        b_s = capped(b_s, cap_scale)
+        b_slope = 1.0 - b_s * b_s
     b_s = b_s * scale_log2 - b_lse[:, None]
     if MASK:
         o_k = tl.arange(0, BK)
@@ -171,7 +181,10 @@ def _queries_step(
     if D1:
         b_v1 = stream(v_desc1, v, i_b, i_g, row, num_keys, BK, D0, D1, UPCAST)
         b_dp = tl.dot(b_do1, b_v1.T, b_dp, input_precision=PRECISION)
-    b_ds = (b_p * (b_dp - b_delta[:, None])).to(b_k0.dtype)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    if CAP:
+        b_ds *= b_slope
+    b_ds = b_ds.to(b_k0.dtype)
     b_dq0 = tl.dot(b_ds, b_k0, b_dq0, input_precision=PRECISION)
     if D1:
         b_dq1 = tl.dot(b_ds, b_k1, b_dq1, input_precision=PRECISION)
@@ -189,9 +202,9 @@ def _give(dq, b_dq, i_b, i_h, row, count, BQ: tl.constexpr, COLUMN: tl.constexpr
 @triton.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "head_stride", "skipped", "num_keys"])
 def queries(
     q, k, v, dout, k_desc0, k_desc1, v_desc0, v_desc1, dq, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale, scale_log2, num_tiles, num_full, num_heads, group, head_stride, skipped, num_keys,
+    scale, scale_log2, cap_scale, num_tiles, num_full, num_heads, group, head_stride, skipped, num_keys,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add up dq of one (query tile, batch, head) over all key tiles that it sees; see `_give`.
 
@@ -225,8 +238,8 @@ def queries(
             i_k = i + tl.where(i < w0 - v0, v0, w1 - (w0 - v0)) if MASK else i
             b_dq0, b_dq1 = _queries_step(
                 b_dq0, b_dq1, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, b_lo, b_hi, i_k, k, v, k_desc0, k_desc1,
-                v_desc0, v_desc1, k_tiles, i_b, i_g, num_keys, scale_log2, D0, D1, BK, MASK, RAGGED, UPCAST,
-                PRECISION)  # fmt: skip
+                v_desc0, v_desc1, k_tiles, i_b, i_g, num_keys, scale_log2, cap_scale, D0, D1, BK, MASK, CAP, RAGGED,
+                UPCAST, PRECISION)  # fmt: skip
     _give(dq, b_dq0 * scale, i_b, i_h, row, count, BQ, 0, D0)
     if D1:
         _give(dq, b_dq1 * scale, i_b, i_h, row, count, BQ, D0, D1)

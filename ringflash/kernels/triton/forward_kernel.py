@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import LN2, LOG2E, load, range_of, store, stream, tile_of
+from .rows import LN2, LOG2E, capped, load, range_of, store, stream, tile_of
 
 
 @triton.jit
@@ -34,12 +34,12 @@ def start_from(
 @triton.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "num_rows", "num_keys"])
 def attend(
     q, k, v, k_desc0, k_desc1, v_desc0, v_desc1, state, out, lse, lo, hi, q_tiles, k_tiles, ranges, order,
-    scale_log2, num_tiles, num_full, num_heads, group, num_rows, num_keys,
+    scale_log2, cap_scale, num_tiles, num_full, num_heads, group, num_rows, num_keys,
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """state, out, lse: `kernels.State`. group: query heads a key head. scale_log2: scale * log2(e), > 0,
-    so that the maximum may be taken before scaling.
+    so that the maximum may be taken before scaling. With CAP it is of the scores tanh(cap_scale * q k).
 
     RAGGED: some key tile but the last is short, so local starts and counts come from k_tiles, tile by tile. Otherwise
     key tile i starts at i * BK, and the first `num_full` tiles are full.
@@ -73,6 +73,8 @@ def attend(
         if D1:
             b_k1 = stream(k_desc1, k, i_b, i_g, start, num_keys, BK, D0, D1, UPCAST)
             b_s = tl.dot(b_q1, b_k1.T, b_s, input_precision=PRECISION)
+        if CAP:
+            b_s = capped(b_s, cap_scale)
         if partial:
             _, position, seen = tile_of(k_tiles, i_k)
             b_end = tl.minimum(b_hi - position, seen)

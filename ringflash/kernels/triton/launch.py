@@ -143,7 +143,12 @@ def grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
     return (programs,)
 
 
-def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) -> None:
+def scores_of(scale: float, softcap: float) -> tuple[float, float, bool]:
+    """(scale_log2, cap_scale, CAP) of the kernels, see `forward_kernel.attend`."""
+    return (softcap * LOG2E, scale / softcap, True) if softcap else (scale * LOG2E, 0.0, False)
+
+
+def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool, softcap: float = 0.0) -> None:
     """Launch `forward_kernel.attend`. See `kernels.Kernel.forward`."""
     keys, view = trimmed(view).keys, trimmed(view).of_keys
     k, v = k[:, keys], v[:, keys]
@@ -155,11 +160,12 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     if not num_tiles:
         return
     block, here = work.tiling.block_k, work.card
+    *scales, caps = scores_of(scale, softcap)
     forward_kernel.attend[grid(num_tiles, batch, heads)](
         *map(rows_argument, (q, k, v)), *descriptors(k, block, here), *descriptors(v, block, here),
         rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse, *work.tables,
-        scale * LOG2E, num_tiles, work.num_full, heads, heads // groups, num_rows, num_keys,
-        FIRST=first, LAST=last, PRECISION=precision(q.dtype, here), **work.constants,
+        *scales, num_tiles, work.num_full, heads, heads // groups, num_rows, num_keys,
+        FIRST=first, LAST=last, CAP=caps, PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip
 
 
@@ -184,7 +190,7 @@ def clear_around(part: slice, *grads: torch.Tensor) -> None:
             x[:, part.stop :].zero_()
 
 
-def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float) -> None:
+def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float, softcap: float = 0.0) -> None:
     """Launch `backward_kernels.keys`: every row of dk and dv is written."""
     rows, keys, _, view = trimmed(view)
     clear_around(keys, dk, dv)
@@ -195,16 +201,17 @@ def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float
     if not work.num_tiles:
         return
     block, here = work.tiling.block_q, work.card
+    *scales, caps = scores_of(scale, softcap)
     backward_kernels.keys[grid(work.num_tiles, batch, groups)](
         *map(rows_argument, (q, k, v, dout)), *descriptors(q, block, here), *descriptors(dout, block, here),
         *numbers(lse, delta, rows.start, work), rows_argument(dk), rows_argument(dv), lse, delta, *work.tables,
-        scale, scale * LOG2E,
+        scale, *scales,
         work.num_tiles, work.num_full, groups, heads // groups, num_rows, lse.shape[2], rows.start,
-        PRECISION=precision(q.dtype, here), **work.constants,
+        CAP=caps, PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip
 
 
-def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -> None:
+def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float, softcap: float = 0.0) -> None:
     """Launch `backward_kernels.queries`: add to dq where it is fp32, else write every row of it."""
     rows, keys, _, view = trimmed(view)
     adds = dq.dtype == torch.float32
@@ -218,9 +225,10 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
     if not num_tiles:
         return
     block, here = work.tiling.block_k, work.card
+    *scales, caps = scores_of(scale, softcap)
     backward_kernels.queries[grid(num_tiles, batch, heads)](
         *map(rows_argument, (q, k, v, dout)), *descriptors(k, block, here), *descriptors(v, block, here),
         rows_argument(dq), lse, delta, *work.tables,
-        scale, scale * LOG2E, num_tiles, work.num_full, heads, heads // groups, lse.shape[2], rows.start, num_keys,
-        PRECISION=precision(q.dtype, here), **work.constants,
+        scale, *scales, num_tiles, work.num_full, heads, heads // groups, lse.shape[2], rows.start, num_keys,
+        CAP=caps, PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip

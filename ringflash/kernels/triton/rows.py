@@ -79,3 +79,9 @@ def range_of(ranges, i_tile):
     """(v0, w0, w1, v1) of a tile: it sees [v0, v1), of which [w0, w1) whole. See `mask.Tiles`."""
     p_range = ranges + 4 * i_tile
     return tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
+
+
+@triton.jit
+def capped(b_s, cap_scale):
+    """tanh(cap_scale * b_s); what is beyond the range of exp is -1 or 1."""
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * cap_scale * b_s))
