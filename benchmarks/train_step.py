@@ -70,7 +70,7 @@ def config_of(asked: argparse.Namespace) -> Config:
             table |= {"use_sliding_window": True, "max_window_layers": 0}
     memory = {
         "checkpoint": asked.checkpoint, "checkpoint_every": asked.checkpoint_every, "offload": asked.offload,
-        "loss_chunk": asked.loss_chunk,
+        "mlp_tile": asked.mlp_tile, "loss_chunk": asked.loss_chunk,
     }  # fmt: skip
     return Config.model_validate(
         {
@@ -228,6 +228,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", choices=("none", "full", "selective"), default="selective")
     parser.add_argument("--checkpoint-every", type=int, default=1, metavar="K")
     parser.add_argument("--offload", action="append", default=[], metavar="WHAT", help="as memory.offload")
+    parser.add_argument("--mlp-tile", type=int, metavar="TOKENS")
     parser.add_argument("--loss-chunk", type=int, default=1024, metavar="TOKENS")
     parser.add_argument(
         "--warm", type=int, nargs="?", const=0, metavar="TOKENS", help="a step before, of so many tokens"

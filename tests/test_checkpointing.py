@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
+import test_model_memory
 import torch
 import training
-from test_model_memory import batch
+from conftest import error
+from test_model_memory import FAMILIES, batch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringflash
 from train import checkpointing, model, offload
@@ -74,3 +77,33 @@ def test_every_switch_gives_the_same_bits_in_every_step(switches, monkeypatch):
     pairs = training.LENGTH * training.LLAMA["num_attention_heads"] * (training.LLAMA["head_dim"] + 1) * 4
     sizes = {"activations": -(-LAYERS // switches["checkpoint_every"]) * states, "attention": LAYERS * pairs}
     assert taken == [[sizes[kind] for kind in ("activations", "attention") if kind in switches["offload"]]] * 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiles_change_sums_over_tokens_alone(family):
+    """Weights of MLPs and norms, and what lies before them through a matrix kernel that looks at the tile's size."""
+    results = []
+    for tile in (None, 9):
+        config = test_model_memory.config_of(family)
+        config = config.model_copy(update={"memory": config.memory.model_copy(update={"mlp_tile": tile})})
+        results.append(test_model_memory.gradients(config))
+    (want_loss, want), (loss, got) = results
+    assert error(loss, want_loss) <= 1e-6
+    assert all(error(got[name], gradient) <= 2e-6 for name, gradient in want.items())
+
+
+def test_a_tile_is_all_that_an_mlp_holds():
+    largest = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            out = op(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 3:
+                largest[out.shape[-1]] = max(largest.get(out.shape[-1], 0), out.shape[1])
+            return out
+
+    trained = trained_model(checkpoint="full", mlp_tile=10)
+    with Watch():
+        loss_of(trained).backward()
+    assert largest[training.LLAMA["intermediate_size"]] == 10
+    assert largest[training.LLAMA["hidden_size"]] == training.LENGTH

@@ -60,13 +60,17 @@ def test_R72_losses_do_not_depend_on_the_size_of_a_bucket(pool, texts, alone, ze
     assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
 
 
-def test_switches_of_memory_change_no_bit_at_zero_3(pool, texts):
-    digests = []
-    for memory in ({}, {"checkpoint_every": 2, "offload": ["activations", "attention"]}):
-        memory = memory | {"checkpoint": "selective", "loss_chunk": 5}
+def test_switches_of_memory_change_no_bit_at_zero_3_and_tiles_hardly_any(pool, texts):
+    base = {"checkpoint": "selective", "loss_chunk": 5}
+    switches = {"checkpoint_every": 2, "offload": ["activations", "attention"]}
+    results = []
+    for memory in (base, base | switches, base | switches | {"mlp_tile": 9}):
         config = training.config_of(texts, mesh=(1, 2, 1), zero=3, memory=memory)
-        digests += [result["digest"] for result in pool(2)(training.train, config, "all")]
-    assert len(set(digests)) == 1
+        results.append(pool(2)(training.train, config, "all"))
+    plain, switched, tiled = results
+    assert len({result["digest"] for result in plain + switched}) == 1
+    for name, weight in plain[0]["weights"].items():
+        assert error(tiled[0]["weights"][name], weight) <= 2e-6, name
 
 
 @pytest.mark.parametrize(("mesh", "zero"), [((1, 4, 1), 3), ((2, 2, 1), 2), ((1, 2, 2), 1)])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .config import Batch, Config, Optimizer
 from .partitions import BUFFER, WEIGHT, Partitions, Piece
+from .tiling import is_tiled
 from .world import World
 
 BUCKET_NUMEL = 200_000_000
@@ -47,6 +48,9 @@ class Engine:
     @staticmethod
     def _initialize(model: nn.Module, config: Config, batch: Batch) -> Any:
         deepspeed = _deepspeed()
+        for module in model.modules():
+            if is_tiled(module):  # its weights are gathered once, not for each tile
+                deepspeed.utils.set_z3_leaf_module(module, True)
         numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
         return deepspeed.initialize(
             model=model,

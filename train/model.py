@@ -20,6 +20,7 @@ from . import lora, weights
 from .checkpointing import set_checkpointing
 from .config import MODEL_REFUSED, Config, Model, Rope
 from .loss import LossHead
+from .tiling import set_tiles
 
 ATTENTION = "ring"
 """Name under which the ring's attention is registered with transformers."""
@@ -125,6 +126,8 @@ def build(
     if config.train.trainable == "lora":
         lora.add(model, config.lora)
     set_checkpointing(model, config.memory)
+    if config.memory.mlp_tile is not None:
+        set_tiles(model, config.memory.mlp_tile)
     model.set_output_embeddings(LossHead(model.get_output_embeddings().weight, config.memory.loss_chunk))
     torch.manual_seed(config.train.seed)
     if not filled:

@@ -198,6 +198,8 @@ class Memory(Section):
     offload: list[Literal["activations", "attention"]] = []
     """What is in host memory until it is needed: "activations", the hidden states that are kept; "attention", what
     checkpoint = "selective" keeps."""
+    mlp_tile: Count | None = None
+    """Local tokens whose MLPs and norms are computed at one time, again in the backward; left out: all."""
     loss_chunk: Count = 1024
     """Local tokens whose logits exist at one time."""
 
