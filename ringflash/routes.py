@@ -392,8 +392,8 @@ def runs_of_queries(lo: np.ndarray, hi: np.ndarray, keys: list[Segments]) -> lis
     """The rows that see any key of each rank, as `runs_of_keys`; rows that see nothing at all may lie among them."""
     runs = []
     for part in keys:
-        begin = np.searchsorted(hi, part[:, 0], "right")
-        runs.append(_joined(begin, np.searchsorted(lo, part.sum(1), "left")))
+        first, end = part[:, 0].astype(hi.dtype), part.sum(1).astype(lo.dtype)  # else numpy would copy lo and hi
+        runs.append(_joined(np.searchsorted(hi, first, "right"), np.searchsorted(lo, end, "left")))
     return runs
 
 
