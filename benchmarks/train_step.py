@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import ringflash  # noqa: E402
-from train import flops, model, world  # noqa: E402
+from train import flops, memory, model, plan, world  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.engine import Engine, cutter  # noqa: E402
 
@@ -85,6 +85,24 @@ def config_of(asked: argparse.Namespace) -> Config:
             "launch": {"processes_per_node": 1},
         }
     )
+
+
+def predicted(asked: argparse.Namespace, config: Config, device: torch.device) -> dict[str, Any]:
+    """What `train.memory` and `train.flops` say of the step. Raises: ValueError if it cannot fit, unless forced."""
+    hf = model.config_of(config.model, asked.length)
+    planned = plan.Plan(config, hf, 1, updates=asked.optimizer != "none")
+    rates = flops.RATES["H200"]
+    room = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    limits = plan.Limits(room, plan.host_bytes(), 1)
+    if not asked.force and (refusal := planned.refusal(limits, rates)):
+        raise ValueError(refusal)
+    found, times = memory.predict(planned.sizes, planned.step()), planned.seconds(planned.step(), rates)
+    return {
+        "predicted_peak_bytes": found.device_bytes, "predicted_peak": found.peak._asdict(),
+        "predicted_host_bytes": found.host_bytes, "predicted_seconds": sum(times.values()),
+        "predicted_parts_s": {name: round(seconds, 3) for name, seconds in times.items()},
+        "predicted_longest": planned.longest(planned.step(), limits) if room else None,
+    }  # fmt: skip
 
 
 class Attention:
@@ -233,6 +251,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--warm", type=int, nargs="?", const=0, metavar="TOKENS", help="a step before, of so many tokens"
     )
+    parser.add_argument("--force", action="store_true", help="try what cannot fit")
     parser.add_argument("--commit", help="where the checkout has no history")
     parser.add_argument("--dry-run", action="store_true", help="the shape tiny at 64 tokens, whatever else is asked")
     asked = parser.parse_args(words)
@@ -241,9 +260,21 @@ def parsed(words: list[str]) -> argparse.Namespace:
     return asked
 
 
-def main(words: list[str]) -> None:
-    """Print the row of one step."""
-    asked = parsed(words)
+def main(words: list[str]) -> int:
+    """Print the row of one step. Returns the exit code: 2 for what is refused, in one sentence, 3 if memory ends."""
+    try:
+        run(parsed(words), words)
+    except ValueError as refusal:
+        print(f"train_step: {refusal}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(f"train_step: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+def run(asked: argparse.Namespace, words: list[str]) -> None:
+    """What `main` does."""
     config = config_of(asked)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
     with world.start(config, world.Place.from_environment()) as joined:
@@ -252,10 +283,10 @@ def main(words: list[str]) -> None:
             "layers": config.model.config["num_hidden_layers"],
             "zero": asked.zero if asked.optimizer != "none" else None,
         }
-        row |= {"memory": config.memory.model_dump()}
+        row |= {"memory": config.memory.model_dump()} | predicted(asked, config, joined.device)
         row |= measure(asked, config, joined) | where(words, asked.commit)
         print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

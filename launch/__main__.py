@@ -120,6 +120,7 @@ class Word(NamedTuple):
 WORDS = {
     "launch": Word(launch, "start a run on its machines"),
     "eval": Word(evaluate, "evaluate a checkpoint on the machines of its run"),
+    "plan": Word(_module("train.plan"), "whether a run fits into memory, and how long a step takes"),
     "export": Word(_module("train.export"), "make a checkpoint a model of transformers"),
     "report": Word(_module("train.report"), "what the run of the demo showed"),
     "train": Word(_module("train"), "be one process of a run, started by torchrun"),

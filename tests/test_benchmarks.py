@@ -413,6 +413,8 @@ def test_a_training_step_is_measured():
     assert 0 < row["attention_forward_s"] < row["forward_s"] and 0 < row["attention_backward_s"] < row["backward_s"]
     assert row["loss"] == pytest.approx(5.6, abs=0.3), "the logarithm of 260 ids"
     assert row["tokens_per_s"] == pytest.approx(64 / row["seconds"], rel=1e-2)
+    assert row["predicted_peak_bytes"] == sum(row["predicted_peak"]["parts"].values()) > 0
+    assert row["predicted_host_bytes"] == 64 * 64 * 4 and row["predicted_seconds"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -78,7 +78,8 @@ def test_the_installed_command_is_the_same(capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "module"), [("train", "train"), ("export", "train.export"), ("report", "train.report")]
+    ("word", "module"),
+    [("train", "train"), ("export", "train.export"), ("plan", "train.plan"), ("report", "train.report")],
 )
 def test_a_word_of_the_trainer_becomes_its_module(monkeypatch, word, module):
     started = []
@@ -150,7 +151,7 @@ def test_a_dry_run_does_not_need_the_data_but_a_run_does(capsys):
     assert launch_command([str(LLAMA), "--set", "data.path=/absent"]) == 2
 
 
-@pytest.mark.parametrize("command", [["plan"], ["launch"], ["launch", str(DEMO), "--verbose"], []], ids=str)
+@pytest.mark.parametrize("command", [["verify"], ["launch"], ["launch", str(DEMO), "--verbose"], []], ids=str)
 def test_a_command_that_does_not_exist(command, capsys):
     with pytest.raises(SystemExit) as refusal:
         main(command)

@@ -47,7 +47,8 @@ class Layers:
     def run(self, index: int, layer: Layer, hidden: Tensor) -> Tensor:
         """Layer `index` on hidden states [B, L, E]; what it computes is computed again in the backward."""
         attention = Attention(self._attention)
-        again: Any = partial(checkpoint, layer, use_reentrant=False)
+        # no layer draws random numbers, and to keep their state is to wait for the GPU
+        again: Any = partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)
         if self._selective:
             again = partial(again, context_fn=lambda: (Keep(attention), Replay(attention, last=True)))
         if self._every == 1 and self._hidden is None:

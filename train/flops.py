@@ -126,3 +126,78 @@ def peak_tflops(device_name: str, dtype: str, given: float | None) -> tuple[floa
     if dtype != "bfloat16":
         return None, f"the peak of {card} is known for bfloat16, the model runs in {dtype}: set metrics.peak_tflops"
     return PEAK_TFLOPS[card], None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a card does, measured.
+
+    attention_forward, attention_backward, matmul: TFLOP/s, of the arithmetic that is done (a backward is 2.5 forwards)
+    memory, host: GB/s (10^9 bytes), of reads and writes together; of the link to host memory, each way
+    """
+
+    attention_forward: float
+    attention_backward: float
+    matmul: float
+    memory: float
+    host: float
+
+
+RATES = {"H200": Rates(attention_forward=730, attention_backward=555, matmul=650, memory=4000, host=55)}
+"""Part of a card's name -> its rates: D = 128, causal, 64k tokens (docs/results.md); cuBLAS on 8192^3."""
+
+
+class Passes(NamedTuple):
+    """How often a layer's parts run: attention forward, its projections and MLP forward, the MLP once more by tiles.
+
+    Its backward runs once.
+    """
+
+    attention: float
+    layer: float
+    mlp: float
+
+
+def passes(checkpoint: str, every: int, *, tiled: bool) -> Passes:
+    """Of [memory]: a recomputed layer runs twice, one between kept states three times; tiles run the MLP once more."""
+    again = 0.0 if checkpoint == "none" else 1 + (every - 1) / every
+    return Passes(1 + (again if checkpoint == "full" else 0), 1 + again, 1.0 if tiled else 0.0)
+
+
+def step_seconds(
+    shape: ModelShape, lengths: Iterable[int], rates: Rates, runs: Passes, *,
+    mlp_params: int, head_params: int, ranks: int = 1, moved_bytes: int = 0, elementwise_bytes: int = 0,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of a step whose work is even over `ranks`, part by part, communication between ranks hidden.
+
+    lengths: documents, tokens; mlp_params: of all layers; head_params: of the output head
+    moved_bytes: of one rank to host memory, and as many back: what computing does not hide of it is counted
+    elementwise_bytes: read and written a token, see `elementwise`
+    """
+    lengths = list(lengths)
+    tokens = sum(lengths)
+    forward = step_flops(shape, lengths).attention / 3
+    layers = shape.matmul_params - head_params
+    dense = 2 * tokens * (layers * (runs.layer + 2) + mlp_params * runs.mlp + head_params * 4)
+    parts = {
+        "attention forward": forward * runs.attention / (rates.attention_forward * 1e12),
+        "attention backward": 2.5 * forward / (rates.attention_backward * 1e12),
+        "matrix products": dense / (rates.matmul * 1e12),
+        "elementwise": tokens * elementwise_bytes / (rates.memory * 1e9),
+    }
+    parts = {name: seconds / ranks for name, seconds in parts.items()}
+    moving = 2 * moved_bytes / (rates.host * 1e9)
+    return parts | {"host link, not hidden": max(0.0, moving - sum(parts.values()))}
+
+
+def elementwise(widths: tuple[int, int, int, int], layers: int, runs: Passes, *, number_bytes: int) -> int:
+    """Bytes a token that norms, rotary positions, gates and sums read and write in a step.
+
+    widths: model, queries, keys, MLP. Counted as transformers writes them, in fp32 inside norms; a backward is two
+        forwards.
+    """
+    width, queries, keys, mlp = widths
+    norms = 2 * width * (5 * 4 + 4 * number_bytes)
+    layer = norms + 10 * (queries + keys) * number_bytes + 6 * width * number_bytes
+    gate = 5 * mlp * number_bytes
+    return round(layers * (layer * (runs.layer + 2) + gate * (runs.layer + runs.mlp + 2)))

@@ -6,13 +6,14 @@ Called by `__main__`.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 import ringflash
 
-from . import data, flops, model, out_of_memory, probe, stopping
+from . import data, flops, model, out_of_memory, plan, probe, stopping
 from .config import Batch, Config
 from .data import Sequence, Window, Windows
 from .engine import Engine, cutter, learning_rate
@@ -68,7 +69,9 @@ def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_p
     if config.evaluation.every is not None:
         data.check_apart(config.data, config.evaluation)
         evaluator = Evaluator(config, world, tokenizer)
-    shape = flops.describe(model.config_of(config.model, length))
+    hf = model.config_of(config.model, length)
+    shape = flops.describe(hf)
+    check_memory(config, world, hf)
     base = base_of(config, world)
     chosen = choose(config, world, base=base)
     engine = build_engine(config, world, filled=not holds_all(chosen, config))
@@ -85,6 +88,12 @@ def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_p
         config, world, batch, engine, windows, saver, progress, evaluator, request, guard,
         Watch(config, world, fail), shape, peak, missing,
     )  # fmt: skip
+
+
+def check_memory(config: Config, world: World, hf: Any) -> None:
+    """Refuse what cannot fit into this GPU and this machine. Raises: ValueError on all ranks, see `plan.check`."""
+    on_gpu = world.device.type == "cuda"
+    plan.check(config, hf, world.size, torch.cuda.mem_get_info(world.device)[1] if on_gpu else None)
 
 
 def build_engine(config: Config, world: World, *, filled: bool = True) -> Engine:

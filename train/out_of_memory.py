@@ -9,7 +9,7 @@ import torch
 
 import ringflash
 
-from .config import Config
+from .config import Config, Memory
 from .watch import Watch
 
 HERE, LIBRARY = Path(__file__).parent, Path(ringflash.__file__).parent
@@ -61,7 +61,20 @@ def knobs(config: Config, part: str) -> list[str]:
     }.get(parallel.zero, "2 shards gradients and optimizer, 3 the weights too")
     ring = f"parallel.ring = {parallel.ring}: over more ranks each holds fewer of sequence.length = {length} tokens"
     order = {"loss": [chunk, ring, shard], "update": [shard], "backward": [recompute, ring, chunk, shard]}
-    return order.get(part, [recompute, ring, shard])
+    more = [] if part in ("loss", "update") else _switches(memory)
+    return [*order.get(part, [recompute, ring, shard]), *more]
+
+
+def _switches(memory: Memory) -> list[str]:
+    """What [memory] has beside its kind of checkpointing, where it is not used yet."""
+    left = []
+    if memory.mlp_tile is None:
+        left.append("memory.mlp_tile: MLPs and norms of so many tokens at a time")
+    if memory.checkpoint != "none" and "activations" not in memory.offload:
+        left.append(
+            "memory.offload = ['activations']: hidden states wait in host memory (`ringflash plan` says how much)"
+        )
+    return left
 
 
 def _held() -> str:

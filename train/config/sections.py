@@ -209,6 +209,8 @@ class Memory(Section):
     """Local tokens whose MLPs and norms are computed at one time, again in the backward; left out: all."""
     loss_chunk: Count = 1024
     """Local tokens whose logits exist at one time."""
+    device_gb: Positive | None = None
+    """Memory of one GPU, in 10^9 bytes, which a step must fit into; left out: that of the GPU that is there."""
 
 
 class Checkpoint(Section):

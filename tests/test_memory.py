@@ -1,0 +1,201 @@
+"""What `memory` predicts against numbers made by hand and what torch keeps; a run that cannot fit is refused."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import test_model_memory
+import torch
+import training
+
+import ringflash
+from train import flops, memory, model, plan
+from train.config import Memory, load
+
+ROOT = Path(__file__).resolve().parent.parent
+MILLION = 2**20
+LLAMA_8B = SimpleNamespace(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128256, tie_word_embeddings=False, model_type="llama",
+)  # fmt: skip
+
+
+def step(**changes):
+    switches = Memory(**changes.pop("memory", {}))
+    return memory.Step(**{"tokens": MILLION, "sequence": MILLION, "number_bytes": 2, "memory": switches} | changes)
+
+
+def test_sizes_of_llama_3_8b():
+    sizes = memory.sizes_of(LLAMA_8B)
+    assert sizes.params == 8_029_995_008, "8,030,261,248, of which 266,240 are norms' weights"
+    assert (sizes.query_width, sizes.key_width, sizes.head_norms) == (4096, 1024, False)
+
+
+def test_a_million_tokens_of_8b_by_hand():
+    sizes = memory.sizes_of(LLAMA_8B)
+    moved = step(memory={"offload": ["activations", "attention"], "mlp_tile": 4096})
+    states, lse = 2**33, 2**27  # bytes of [1M, 4096] in bf16; of [1M, 32] in fp32
+    assert memory.host(sizes, moved) == {"hidden states": 32 * states, "attention's results": 32 * (states + lse)}
+    half = memory.host(sizes, step(memory={"offload": ["activations"], "checkpoint_every": 3}))
+    assert half == {"hidden states": 11 * states}
+    work = memory.attention_backward(sizes, moved)
+    # x, and the normalised x; q, k, v; out; gradients: of the residual, of out and q, of k and v; delta and two more
+    assert sum(work.values()) == states * (2 + 1.5 + 1 + 1 + 2 + 0.5 + 2) + lse * (1 + 3)
+    untiled = memory.graph(sizes, step())
+    assert untiled["MLP"] == 4 * 2 * 14336 and untiled["norms"] == 2 * (6 * 4096 + 4)
+    assert memory.kept(sizes, moved, 32) == {"hidden states": states, "attention's results": states + lse}
+    assert memory.kept(sizes, step(memory={"checkpoint": "full"}), 32) == {"hidden states": 31 * states}
+
+
+@pytest.mark.parametrize(
+    ("zero", "weights", "optimizer", "gradients"),
+    [(None, 2, 0, 2), (1, 2, 12 / 4, 4), (2, 2, 12 / 4, 4 / 4), (3, 2 / 4, 12 / 4, 4 / 4)],
+)
+def test_bytes_a_weight_at_each_stage(zero, weights, optimizer, gradients):
+    sizes = memory.sizes_of(LLAMA_8B)
+    at = step(zero=zero, ranks=4)
+    parts = memory.weights(sizes, at)
+    assert parts["weights"] == pytest.approx(weights * sizes.params)
+    assert parts.get("optimizer", 0) == pytest.approx(optimizer * sizes.params)
+    assert memory.gradients(sizes, at, sizes.params)["gradients"] == pytest.approx(gradients * sizes.params)
+
+
+def test_the_longest_is_the_last_that_fits():
+    sizes = memory.sizes_of(LLAMA_8B)
+    at = step(memory={"mlp_tile": 4096, "offload": ["activations"], "checkpoint_every": 4})
+    for limit in (60, 141):
+        fits = lambda found: found.device_bytes <= limit * 10**9  # noqa: B023, E731
+        length = memory.longest(sizes, at, fits, multiple=1024)
+        for more, fine in ((0, True), (1024, False)):
+            other = memory.predict(sizes, memory.replace(at, tokens=length + more, sequence=length + more))
+            assert fits(other) == fine
+    assert memory.longest(sizes, at, lambda found: False, multiple=1024) == 0
+
+
+def kept_bytes(family, dtype, layers, switches):
+    """Bytes that a forward leaves on the device for its backward."""
+    config = test_model_memory.config_of(family, num_hidden_layers=layers)
+    changes = {
+        "memory": Memory(**{"loss_chunk": 5} | switches),
+        "model": config.model.model_copy(update={"dtype": dtype}),
+    }
+    ringflash.hf.register(ringflash.Ring(), name=model.ATTENTION)
+    trained = model.build(config.model_copy(update=changes), torch.device("cpu"))
+    layout = ringflash.Ring().layout(training.LENGTH)
+    others = {id(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
+    kept: dict[int, int] = {}
+
+    def pack(x):
+        if id(x) not in others:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in trained.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = trained(*test_model_memory.batch(), layout)
+    gc.collect()
+    alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and id(one) not in others]
+    kept |= {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
+    assert loss.requires_grad
+    return sum(size for place, size in kept.items() if place not in parameters)
+
+
+SWITCHES = [
+    {"checkpoint": "none"}, {"checkpoint": "none", "mlp_tile": 9}, {"checkpoint": "full"}, {"checkpoint": "selective"},
+    {"checkpoint": "selective", "checkpoint_every": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "bfloat16")])
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_what_layers_keep_is_what_torch_keeps(family, dtype, switches):
+    few, many = (kept_bytes(family, dtype, layers, switches) for layers in (2, 6))
+    config = test_model_memory.config_of(family)
+    sizes = memory.sizes_of(model.config_of(config.model, training.LENGTH))
+    at = step(tokens=training.LENGTH, number_bytes=2 if dtype == "bfloat16" else 4, memory=switches)
+    held = [sum(memory.kept(sizes, at, layers, inside=False).values()) for layers in (2, 6)]
+    assert many - few == pytest.approx(held[1] - held[0], rel=2e-3), "the first call fills caches, too"
+
+
+def config_of(*overrides):
+    return load(ROOT / "configs/llama3_8b_128k.toml", list(overrides))
+
+
+def planned(*overrides):
+    config = config_of(*overrides)
+    return plan.Plan(config, model.config_of(config.model, config.sequence.length), config.world_size)
+
+
+def limits(device_gb, host_gb):
+    return plan.Limits(device_gb * plan.GB, host_gb * plan.GB, 8)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_part_length_and_knob():
+    rates = flops.RATES["H200"]
+    assert planned().refusal(limits(141, 1900), rates) == ""
+    long = planned("sequence.length=2097152")
+    said = long.refusal(limits(141, 1900), rates)
+    longest = long.longest(long.step(), limits(141, 1900))
+    assert "sequence.length = 2097152 does not fit: the backward of MLP in its first layer takes" in said
+    assert "most of it is attention's results, 67.6 GB" in said and f"The longest that fits is {longest}; with" in said
+    assert "it fits, and a step takes about" in said
+    assert planned(f"sequence.length={longest}").refusal(limits(141, 1900), rates) == ""
+    assert "more ranks (parallel.ring) are needed" in planned("sequence.length=16777216").refusal(
+        limits(80, 200), rates
+    )
+
+
+def test_host_memory_is_checked_for_what_is_offloaded():
+    rates = flops.RATES["H200"]
+    long = planned("sequence.length=2097152", "memory.offload=['activations','attention']", "memory.mlp_tile=4096")
+    assert long.refusal(limits(141, 1900), rates) == ""
+    said = long.refusal(limits(141, 1000), rates)
+    assert "8 processes take" in said and "of host memory, the machine has 1000.0 GB" in said
+
+
+def test_the_knobs_that_are_offered_make_it_fit():
+    rates, room = flops.RATES["H200"], limits(80, 400)
+    said = planned("sequence.length=1048576").refusal(room, rates)
+    knobs = "'attention' in memory.offload and memory.checkpoint_every = 2"
+    assert f"with {knobs} it fits, and a step takes about 1% longer" in said
+    turned = "memory.offload=['attention']", "memory.checkpoint_every=2"
+    assert planned("sequence.length=1048576", *turned).refusal(room, rates) == ""
+
+
+def test_check_refuses_before_anything_is_allocated():
+    config = config_of("sequence.length=4194304", "memory.device_gb=141")
+    hf = model.config_of(config.model, config.sequence.length)
+    with pytest.raises(ValueError, match=r"sequence.length = 4194304 does not fit: .* has 141.0 GB"):
+        plan.check(config, hf, 8, None)
+    plan.check(config_of(), hf, 8, None)
+
+
+def test_the_table_of_the_command_adds_up(capsys):
+    assert plan.main([str(ROOT / "configs/llama3_8b_128k.toml"), "--host-gb", "1900"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    parts = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("host"))]
+    total = float(lines[0].split()[2])
+    assert sum(float(line.split()[-2]) for line in parts) == pytest.approx(total, abs=0.05 * len(parts))
+    words = [str(ROOT / "configs/llama3_8b_128k.toml"), "--set", "sequence.length=4194304", "--host-gb", "100"]
+    assert plan.main(words) == 2
+    assert "does not fit" in capsys.readouterr().err
+
+
+def test_seconds_of_a_step_by_hand():
+    shape = flops.ModelShape(matmul_params=10**9, heads=32, head_dim=128, windows=(None,))
+    rates = flops.Rates(attention_forward=500, attention_backward=400, matmul=600, memory=1000, host=50)
+    runs = flops.passes("selective", 2, tiled=True)
+    assert runs == (1, 2.5, 1) and flops.passes("full", 2, tiled=False) == (2.5, 2.5, 0)
+    times = flops.step_seconds(
+        shape, [MILLION], rates, runs, mlp_params=6 * 10**8, head_params=10**8, moved_bytes=10**15, elementwise_bytes=10
+    )
+    pairs = MILLION * (MILLION + 1) // 2
+    assert times["attention forward"] == pytest.approx(4 * 4096 * pairs / 500e12)
+    assert times["attention backward"] == pytest.approx(10 * 4096 * pairs / 400e12)
+    dense = 2 * MILLION * (9e8 * 4.5 + 6e8 + 4e8)
+    assert times["matrix products"] == pytest.approx(dense / 600e12)
+    hidden = sum(list(times.values())[:4])
+    assert times["host link, not hidden"] == pytest.approx(2 * 10**15 / 50e9 - hidden)

@@ -1,0 +1,325 @@
+"""How much memory a step takes, part by part, on the device and beside it: what stands behind `ringflash plan`.
+
+Pure functions on plain numbers; no torch. The peak is looked for in the moments that can have it (`Moment`), and what a
+moment holds is counted tensor by tensor, as the models of transformers, our kernels and DeepSpeed make them. Called by
+`plan`, and by the benchmark of a step.
+
+Letters: E width, A = H D query width, K = G D key width, F width of the MLP, V vocabulary; b bytes of a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from .config import Memory
+
+FLOAT = 4
+BUCKET_NUMEL = 200_000_000
+"""Most gradients in DeepSpeed's buffers; the same as `engine.BUCKET_NUMEL`."""
+
+Parts = dict[str, int]
+"""What -> bytes."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of a decoder model.
+
+    width E, query_width A, key_width K, mlp_width F (of experts: those that a token goes through); heads, kv_heads
+    layer_params, mlp_params: of one layer, and of its MLP alone; head_params: V E; embeddings: 2, or 1 where tied
+    head_norms: whether queries and keys are normalised head by head
+    """
+
+    layers: int
+    width: int
+    query_width: int
+    key_width: int
+    mlp_width: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    layer_params: int
+    mlp_params: int
+    embeddings: int
+    head_norms: bool
+
+    @property
+    def head_params(self) -> int:
+        return self.vocabulary * self.width
+
+    @property
+    def params(self) -> int:
+        return self.layers * self.layer_params + self.embeddings * self.head_params
+
+
+def sizes_of(config: Any) -> Sizes:
+    """The sizes of a model from its transformers config. Norms' weights are left out."""
+    width, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    experts = getattr(config, "num_experts", 0) or 0
+    mlp_width = config.num_experts_per_tok * config.moe_intermediate_size if experts else config.intermediate_size
+    mlp = (
+        3 * width * (experts * config.moe_intermediate_size if experts else config.intermediate_size) + experts * width
+    )
+    return Sizes(
+        layers=config.num_hidden_layers,
+        width=width,
+        query_width=queries,
+        key_width=keys,
+        mlp_width=mlp_width,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocabulary=config.vocab_size,
+        layer_params=2 * width * (queries + keys) + mlp,
+        mlp_params=mlp,
+        embeddings=1 if config.tie_word_embeddings else 2,
+        head_norms=config.model_type.startswith(("qwen3", "gemma3")),
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What memory depends on beside the model.
+
+    tokens: of a forward pass of one rank; sequence: of the whole sequences that they are part of
+    number_bytes: b; ring: ring size; ranks: over which ZeRO shards
+    zero: its stage, or None for a model alone, whose gradients stay in its type
+    states: fp32 numbers of the optimizer for each weight, beside the weight's own; trained: weights that get gradients
+    """
+
+    tokens: int
+    sequence: int
+    number_bytes: int
+    memory: Memory
+    ring: int = 1
+    ranks: int = 1
+    zero: int | None = None
+    states: int = 2
+    trained: int | None = None
+
+
+class Moment(NamedTuple):
+    """A moment of the step and what the device holds then."""
+
+    name: str
+    parts: Parts
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+class Prediction(NamedTuple):
+    """peak: the moment with the most; host: of one process, in host memory."""
+
+    peak: Moment
+    host: Parts
+
+    @property
+    def device_bytes(self) -> int:
+        return self.peak.total
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+def predict(sizes: Sizes, step: Step) -> Prediction:
+    """The memory of a step, at its peak."""
+    return Prediction(max(moments(sizes, step), key=lambda moment: moment.total), host(sizes, step))
+
+
+def host(sizes: Sizes, step: Step) -> Parts:
+    """What `memory.offload` puts into host memory."""
+    parts, offload = {}, step.memory.offload
+    if "activations" in offload:
+        parts["hidden states"] = boundaries(sizes, step) * step.tokens * sizes.width * step.number_bytes
+    if "attention" in offload:
+        parts["attention's results"] = sizes.layers * step.tokens * pair(sizes, step)
+    return parts
+
+
+def boundaries(sizes: Sizes, step: Step) -> int:
+    """Layers whose hidden states are kept."""
+    return -(-sizes.layers // step.memory.checkpoint_every)
+
+
+def pair(sizes: Sizes, step: Step) -> int:
+    """Bytes a token of attention's (out, lse)."""
+    return sizes.query_width * step.number_bytes + FLOAT * sizes.heads
+
+
+def moments(sizes: Sizes, step: Step) -> Iterator[Moment]:
+    """Those that can be the peak: the first and the last layer of the backward, the loss, the update."""
+    lasting = weights(sizes, step) | data(sizes, step)
+    every = sizes.layers * sizes.layer_params
+    ends = ((0, sizes.layers, "its first layer"), (every - sizes.layer_params, 1, "its last layer"))
+    for done, left, end in ends:
+        held = lasting | gradients(sizes, step, done + sizes.layer_params + sizes.head_params) | kept(sizes, step, left)
+        for name, work in (("MLP", mlp_backward), ("attention", attention_backward)):
+            yield Moment(f"backward of {name} in {end}", held | work(sizes, step))
+    yield Moment("loss", lasting | kept(sizes, step, sizes.layers, inside=False) | loss(sizes, step))
+    whole = gradients(sizes, step, sizes.params)
+    yield Moment("update", weights(sizes, step) | whole | update(sizes, step))
+
+
+def weights(sizes: Sizes, step: Step) -> Parts:
+    """What lasts: weights, the optimizer's numbers, DeepSpeed's buffers."""
+    trained = sizes.params if step.trained is None else step.trained
+    if step.zero is None:
+        return {"weights": sizes.params * step.number_bytes}
+    shards = step.ranks if step.zero else 1
+    parts = {"weights": sizes.params * step.number_bytes // (step.ranks if step.zero == 3 else 1)}
+    if step.zero == 3:
+        parts["gathered weights"] = max(2 * sizes.layer_params, sizes.head_params) * step.number_bytes
+    masters = 1 if step.zero else 0  # without ZeRO the optimizer updates the fp32 weights themselves
+    parts["optimizer"] = (masters + step.states) * FLOAT * trained // shards
+    if step.zero:
+        parts["buckets"] = min(BUCKET_NUMEL, trained) * (step.number_bytes + FLOAT)
+    return parts
+
+
+def gradients(sizes: Sizes, step: Step, done: int) -> Parts:
+    """Of so many weights, those whose backward is done; ZeRO 3 has room for all of them from the start."""
+    trained = sizes.params if step.trained is None else step.trained
+    done = min(done, trained)
+    if step.zero is None:
+        return {"gradients": done * step.number_bytes}
+    if step.zero == 3:
+        return {"gradients": FLOAT * trained // step.ranks}
+    return {"gradients": FLOAT * done // (step.ranks if step.zero == 2 else 1)}
+
+
+def data(sizes: Sizes, step: Step) -> Parts:
+    """ids and labels of the whole sequence and of the rank, positions, cosines and sines, intervals."""
+    head_dim = sizes.query_width // sizes.heads
+    a_token = 24 + 2 * head_dim * step.number_bytes + 16
+    return {"data": 16 * step.sequence + a_token * step.tokens}
+
+
+def kept(sizes: Sizes, step: Step, layers: int, *, inside: bool = True) -> Parts:
+    """What these many lowest layers keep for their backward.
+
+    inside: the highest of them is being recomputed; its own are counted with its work
+    """
+    memory, states = step.memory, sizes.width * step.number_bytes
+    if memory.checkpoint == "none":
+        return {"activations of all layers": step.tokens * (layers - inside) * sum(graph(sizes, step).values())}
+    number = -(-layers // memory.checkpoint_every)
+    made = min(memory.checkpoint_every, layers) - 1 if inside else 0
+    if "activations" in memory.offload:
+        number = min(number, 1 + inside)  # of the group at work, and those on their way to it
+    parts = {"hidden states": step.tokens * states * (number + made - inside)}
+    if memory.checkpoint == "selective":
+        pairs = min(layers, 2) if "attention" in memory.offload else layers
+        parts["attention's results"] = step.tokens * pair(sizes, step) * (pairs - inside)
+    return parts
+
+
+def norm(width: int, rows: int, step: Step) -> int:
+    """Bytes a token that a norm keeps, its input among them where that is kept for it alone.
+
+    rows: numbers that it divides by. In tiles it keeps its input; otherwise what it computes in fp32, and what it
+    rounds that to.
+    """
+    if step.memory.mlp_tile is not None:
+        return width * step.number_bytes
+    return FLOAT * width + step.number_bytes * width + FLOAT * rows
+
+
+def graph(sizes: Sizes, step: Step) -> Parts:
+    """Bytes a token that autograd keeps of one layer."""
+    b = step.number_bytes
+    queries, keys = sizes.query_width * b, sizes.key_width * b
+    parts = {
+        "norms": 2 * norm(sizes.width, 1, step),
+        "inputs of projections": 2 * sizes.width * b,
+        "queries, keys, values": queries + 2 * keys,
+        "attention's own results": pair(sizes, step),
+        "MLP": 0 if step.memory.mlp_tile is not None else 4 * sizes.mlp_width * b,
+    }
+    if sizes.head_norms:
+        parts["norms"] += norm(sizes.query_width + sizes.key_width, sizes.heads + sizes.kv_heads, step)
+    return parts
+
+
+def mlp_backward(sizes: Sizes, step: Step) -> Parts:
+    """The layer at work, right before the gradient of its MLP is done."""
+    states = sizes.width * step.number_bytes
+    parts = {name: step.tokens * size for name, size in graph(sizes, step).items()}
+    if step.memory.checkpoint != "none" and step.memory.mlp_tile is None and step.number_bytes < FLOAT:
+        parts["input of the layer"] = step.tokens * states  # no norm keeps it, the checkpoint does
+    parts["gradients of states"] = step.tokens * states * (1 if step.memory.mlp_tile is None else 2)
+    if step.memory.mlp_tile is None:
+        parts["gradients in the MLP"] = 2 * step.tokens * sizes.mlp_width * step.number_bytes
+    else:
+        tile = min(step.memory.mlp_tile, step.tokens)
+        parts["a tile of the MLP"] = tile * (7 * sizes.mlp_width + 3 * sizes.width) * step.number_bytes
+        parts["sums of weight gradients"] = sizes.mlp_params * (FLOAT + 2 * step.number_bytes)
+    return parts
+
+
+def attention_backward(sizes: Sizes, step: Step) -> Parts:
+    """The layer at work, inside the backward of attention: what its MLP kept is gone."""
+    b, tokens = step.number_bytes, step.tokens
+    states, queries, keys = sizes.width * b, sizes.query_width * b, sizes.key_width * b
+    own = graph(sizes, step)
+    own["norms"] -= norm(sizes.width, 1, step)
+    own["inputs of projections"] -= states
+    own["MLP"] = 0
+    if step.memory.checkpoint != "none" and step.memory.mlp_tile is None and b < FLOAT:
+        own["input of the layer"] = states
+    sums = FLOAT * sizes.query_width if b < FLOAT or step.ring > 1 else 0
+    rotating = 0
+    if step.ring > 1:  # k, v in two buffers; dk, dv in fp32: own, fresh, on their way in two buffers
+        rotating = 4 * keys + 4 * 2 * FLOAT * sizes.key_width
+    own |= {
+        "gradients of states": states,
+        "gradients of attention": 2 * queries + 2 * keys + 12 * sizes.heads,
+        "sum of dq in fp32": sums,
+        "buffers of the ring": rotating,
+    }
+    return {name: tokens * size for name, size in own.items()}
+
+
+def loss(sizes: Sizes, step: Step) -> Parts:
+    """The output head: states behind the last layer and the last norm, one chunk of logits, its weights' gradient."""
+    b, chunk = step.number_bytes, min(step.memory.loss_chunk, step.tokens)
+    return {
+        "states at the head": step.tokens * (3 * sizes.width * b + norm(sizes.width, 1, step)),
+        "a chunk of logits": chunk * sizes.vocabulary * (2 * FLOAT + b),
+        "gradient of the head": sizes.head_params * (FLOAT + b),
+    }
+
+
+def update(sizes: Sizes, step: Step) -> Parts:
+    """What the update takes beside weights and gradients: torch's roots of a whole list; ZeRO 1 and 2 a flat copy."""
+    trained = sizes.params if step.trained is None else step.trained
+    if step.zero is None:
+        return {}
+    shards = step.ranks if step.zero else 1
+    copies = (1 if step.states == 2 else 0) + (1 if step.zero in (1, 2) else 0)
+    return {"update": copies * FLOAT * trained // shards}
+
+
+def longest(sizes: Sizes, step: Step, fits: Callable[[Prediction], bool], *, multiple: int) -> int:
+    """The longest sequence, in tokens, whose step fits; a multiple of `multiple`; 0 if none does.
+
+    The number of ranks stays, so tokens of a rank grow with the sequence.
+    """
+    share = step.tokens / step.sequence
+
+    def works(count: int) -> bool:
+        length = count * multiple
+        return fits(predict(sizes, replace(step, tokens=int(length * share), sequence=length)))
+
+    low, high = 0, 1
+    while works(high) and high * multiple < 2**31:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(middle) else (low, middle)
+    return low * multiple

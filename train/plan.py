@@ -1,0 +1,235 @@
+"""Does a run fit, and if not, what would: `python -m train.plan CONFIG`, and the refusal before anything is allocated.
+
+`memory` and `flops` hold the arithmetic; here are a run's configuration, a machine's limits, and words. Also
+`ringflash plan`.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import flops, memory
+from .config import Config, load, resolve
+
+GB = 10**9
+DEVICE_BASE = 2 * GB
+"""Of a GPU, what torch does not count: CUDA, its libraries and kernels, pieces too small to be used again."""
+
+HOST_BASE = 5 * GB
+"""Of a process in host memory, beside what it offloads."""
+
+TILE, CHUNK = 4096, 1024
+"""What is offered for memory.mlp_tile and memory.loss_chunk."""
+
+MEMORY_INFO, GROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+
+
+class Limits(NamedTuple):
+    """What a machine has. device_bytes: of one GPU, None on a CPU; host_bytes: shared by its `processes`."""
+
+    device_bytes: int | None
+    host_bytes: int
+    processes: int
+
+    def fits(self, found: memory.Prediction) -> bool:
+        return not self.lacks(found)
+
+    def lacks(self, found: memory.Prediction) -> str:
+        """Which memory is too small: "GPU", "host" or "" for none."""
+        if self.device_bytes is not None and found.device_bytes + DEVICE_BASE > self.device_bytes:
+            return "GPU"
+        if found.host and (found.host_bytes + HOST_BASE) * self.processes > self.host_bytes:
+            return "host"
+        return ""
+
+
+def host_bytes() -> int:
+    """Host memory that processes here may take together: the machine's, or less where a control group says so."""
+    total = int(MEMORY_INFO.read_text().split("MemTotal:")[1].split()[0]) * 1024
+    limit = GROUP_LIMIT.read_text().strip() if GROUP_LIMIT.is_file() else "max"
+    return total if limit == "max" else min(total, int(limit))
+
+
+class Plan:
+    """A run's memory and time, and those of runs near it.
+
+    hf: its transformers config; updates: False for the model alone, without DeepSpeed and optimizer
+    """
+
+    def __init__(self, config: Config, hf: Any, world_size: int, *, updates: bool = True) -> None:
+        self.config, self._hf, self._world_size, self._updates = config, hf, world_size, updates
+        self.sizes = memory.sizes_of(hf)
+
+    def step(self, switches: Any = None) -> memory.Step:
+        """What its memory depends on. switches: another [memory]."""
+        config, length = self.config, self.config.sequence.length
+        return memory.Step(
+            tokens=length // config.sequence_parallel * config.batch(self._world_size).micro_batch,
+            sequence=length,
+            number_bytes={"float32": 4, "bfloat16": 2}[config.model.dtype],
+            memory=switches or config.memory,
+            ring=config.parallel.ring,
+            ranks=self._world_size,
+            zero=config.parallel.zero if self._updates else None,
+            states=2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0),
+            trained=self._adapters(),
+        )
+
+    def _adapters(self) -> int | None:
+        """Numbers of [lora], about: rank x (in + out) of each layer that gets one, taken as of the model's width."""
+        if self.config.train.trainable != "lora":
+            return None
+        rank, sizes = self.config.lora.rank, self.sizes
+        return sizes.layers * len(self.config.lora.targets) * rank * (sizes.width + sizes.mlp_width)
+
+    def seconds(self, step: memory.Step, rates: flops.Rates) -> dict[str, float]:
+        """Predicted seconds of a step on documents as long as the sequence, by part."""
+        sizes, switches = self.sizes, step.memory
+        runs = flops.passes(switches.checkpoint, switches.checkpoint_every, tiled=switches.mlp_tile is not None)
+        widths = sizes.width, sizes.query_width, sizes.key_width, sizes.mlp_width
+        batch = self.config.batch(self._world_size)
+        times = flops.step_seconds(
+            flops.describe(self._hf), [step.sequence] * batch.global_batch, rates, runs,
+            mlp_params=3 * sizes.layers * sizes.width * sizes.mlp_width, head_params=sizes.head_params,
+            ranks=step.ranks, moved_bytes=sum(memory.host(sizes, step).values()) * batch.accumulation,
+            elementwise_bytes=flops.elementwise(widths, sizes.layers, runs, number_bytes=step.number_bytes),
+        )  # fmt: skip
+        return times
+
+    def longest(self, step: memory.Step, limits: Limits) -> int:
+        """The longest sequence that fits."""
+        shared = self.config.sequence_parallel
+        return memory.longest(self.sizes, step, limits.fits, multiple=128 * 2 * shared)
+
+    def knobs(self, switches: Any) -> Iterator[tuple[str, Any]]:
+        """(what to write, [memory] with it), one change each."""
+        if switches.checkpoint == "none":
+            yield "memory.checkpoint = 'selective'", switches.model_copy(update={"checkpoint": "selective"})
+        if switches.loss_chunk > CHUNK:
+            yield f"memory.loss_chunk = {CHUNK}", switches.model_copy(update={"loss_chunk": CHUNK})
+        if switches.mlp_tile is None or switches.mlp_tile > TILE:
+            yield f"memory.mlp_tile = {TILE}", switches.model_copy(update={"mlp_tile": TILE})
+        for kind, needs in (("activations", ("full", "selective")), ("attention", ("selective",))):
+            if kind not in switches.offload and switches.checkpoint in needs:
+                more = [*switches.offload, kind]
+                yield f"'{kind}' in memory.offload", switches.model_copy(update={"offload": more})
+        every = 2 * switches.checkpoint_every
+        if switches.checkpoint != "none" and every <= self.sizes.layers:
+            yield f"memory.checkpoint_every = {every}", switches.model_copy(update={"checkpoint_every": every})
+        if switches.checkpoint == "selective":
+            offload = [kind for kind in switches.offload if kind != "attention"]
+            full = switches.model_copy(update={"checkpoint": "full", "offload": offload})
+            yield "memory.checkpoint = 'full'", full
+
+    def way_out(self, limits: Limits, rates: flops.Rates) -> str:
+        """The knobs that would make it fit, the cheapest first, and what a step would cost more."""
+        step = self.step()
+        before = sum(self.seconds(step, rates).values())
+        turned: list[str] = []
+        best = self.longest(step, limits)
+        while best < step.sequence:
+            tried = []
+            for text, switches in self.knobs(step.memory):
+                other = self.step(switches)
+                if (length := self.longest(other, limits)) > best:
+                    tried.append((sum(self.seconds(other, rates).values()), -length, text, switches))
+            if not tried:
+                return f"{_and(turned)}{best} tokens at most, so more ranks (parallel.ring) are needed"
+            _, length, text, switches = min(tried, key=lambda one: one[:2])
+            turned, step, best = [*turned, text], self.step(switches), -length
+        price = sum(self.seconds(step, rates).values()) / before - 1
+        return f"{_and(turned)}it fits, and a step takes about {price:.0%} longer"
+
+    def refusal(self, limits: Limits, rates: flops.Rates) -> str:
+        """Why the run does not fit, which length would, what to change; "" if it fits."""
+        step = self.step()
+        found = memory.predict(self.sizes, step)
+        lack = limits.lacks(found)
+        if not lack:
+            return ""
+        if lack == "GPU":
+            name, size = max(found.peak.parts.items(), key=lambda part: part[1])
+            asked = f"the {found.peak.name} takes {_gb(found.device_bytes + DEVICE_BASE)} on each GPU"
+            have = f"which has {_gb(limits.device_bytes or 0)}"
+        else:
+            name, size = max(found.host.items(), key=lambda part: part[1])
+            asked = f"{limits.processes} processes take {_gb((found.host_bytes + HOST_BASE) * limits.processes)}"
+            have = f"of host memory, the machine has {_gb(limits.host_bytes)}"
+        return (
+            f"sequence.length = {step.sequence} does not fit: {asked} {have}; most of it is {name}, {_gb(size)}. "
+            f"The longest that fits is {self.longest(step, limits)}; {self.way_out(limits, rates)}"
+        )
+
+
+def _and(turned: list[str]) -> str:
+    return f"with {' and '.join(turned)} " if turned else ""
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:.1f} GB"
+
+
+def check(config: Config, hf: Any, world_size: int, device_bytes: int | None) -> None:
+    """Refuse a run that cannot fit, before anything is allocated. device_bytes: of the GPU, None on a CPU.
+
+    Raises: ValueError.
+    """
+    if config.memory.device_gb is not None:
+        device_bytes = round(config.memory.device_gb * GB)
+    limits = Limits(device_bytes, host_bytes(), min(config.launch.processes_per_node, world_size))
+    if refusal := Plan(config, hf, world_size).refusal(limits, flops.RATES["H200"]):
+        raise ValueError(refusal)
+
+
+def table(plan: Plan, limits: Limits, rates: flops.Rates) -> list[str]:
+    """Memory and time of a step, by part."""
+    step = plan.step()
+    found = memory.predict(plan.sizes, step)
+    lines = [f"device memory  {_gb(found.device_bytes)} of one GPU at its peak, the {found.peak.name}"]
+    lines += [f"  {name:<32} {_gb(size):>10}" for name, size in found.peak.parts.items() if size]
+    lines += [f"host memory    {_gb(found.host_bytes)} of each of {limits.processes} processes"]
+    lines += [f"  {name:<32} {_gb(size):>10}" for name, size in found.host.items()]
+    times = plan.seconds(step, rates)
+    lines += [f"step           {sum(times.values()):.1f} s at the rates of an H200"]
+    lines += [f"  {name:<32} {seconds:>8.1f} s" for name, seconds in times.items() if seconds]
+    if limits.device_bytes is not None:
+        lines += [f"longest        {plan.longest(step, limits)} tokens"]
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 it fits, 2 refused with one sentence."""
+    parser = argparse.ArgumentParser(
+        prog="ringflash plan", description="Whether a run fits, and how long a step takes."
+    )
+    parser.add_argument("config", metavar="CONFIG", help="TOML file of the run")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change section.key of the file"
+    )
+    parser.add_argument(
+        "--device-gb", type=float, default=141.0, help="memory of a GPU, 10^9 bytes; left out: an H200's"
+    )
+    parser.add_argument("--host-gb", type=float, help="memory of a machine, 10^9 bytes; left out: this one's")
+    arguments = parser.parse_args(argv)
+    try:
+        from .model import config_of
+
+        config = resolve(load(arguments.config, arguments.set))
+        plan = Plan(config, config_of(config.model, config.sequence.length), config.world_size)
+        device = config.memory.device_gb or arguments.device_gb
+        host = host_bytes() if arguments.host_gb is None else round(arguments.host_gb * GB)
+        limits = Limits(round(device * GB), host, config.launch.processes_per_node)
+    except ValueError as refusal:
+        print(f"ringflash: {refusal}", file=sys.stderr)
+        return 2
+    print("\n".join(table(plan, limits, flops.RATES["H200"])))
+    if refusal_ := plan.refusal(limits, flops.RATES["H200"]):
+        print(f"ringflash: {refusal_}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
