@@ -290,7 +290,7 @@ def train_step() -> str:
     rows = rows_of("train_step")
     if not rows:
         return unmeasured("python benchmarks/train_step.py")
-    head = ["shape", "layers", "tokens", "window", "seconds", "tokens/s", "causal MFU", "attention of the time", "peak GB"]
+    head = ["shape", "layers", "tokens", "window", "seconds", "tokens/s", "causal MFU", "share of attention", "peak GB"]
     lines = [
         [
             row["shape"], str(row["layers"]), f"{row['length']:,}", str(row["window"] or ""), f"{row['seconds']:.2f}",

@@ -87,7 +87,7 @@ def backward(
         return dq, dk, dv
     tensors = (dout, q, k, v, lse, delta)
     is_written = any(visit.own and visit.view for visit in route.visits)
-    side = Keys(tensors, run, is_written) if route.what == "keys" else Queries(tensors, run)
+    side = (Keys if route.what == "keys" else Queries)(tensors, run, is_written)
     sums = Sums(side.own, route, transport, transit)
     for i, (visit, blocks) in enumerate(Blocks(side.travelling, route, transport)):
         fresh = None
@@ -131,11 +131,11 @@ class Keys:
 class Queries:
     """A backward in which queries travel with dout, lse and delta, and dq behind them; dk and dv stay. See `Keys`."""
 
-    def __init__(self, tensors: Tensors, run: Callable[..., None]) -> None:
+    def __init__(self, tensors: Tensors, run: Callable[..., None], is_written: bool) -> None:
         dout, q, self._k, self._v, lse, delta = tensors
         self._run = run
         self.travelling = (q, dout, lse, delta)
-        self.own = [_zeros(q)]
+        self.own = [_empty(q) if is_written else _zeros(q)]
         self._total: list[torch.Tensor] = []  # dk, dv
         self._spare: list[torch.Tensor] = []
 
