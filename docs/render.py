@@ -262,6 +262,46 @@ def ring_rank() -> str:
     return table(head, lines) + f"\n{sources(rows)}\n"
 
 
+def ring() -> str:
+    """A ring over the GPUs of a host, beside one GPU."""
+    rows = rows_of("ring")
+    if not rows:
+        return unmeasured("torchrun --nproc-per-node 2 benchmarks/ring.py")
+    cases: dict[tuple, dict[tuple, dict]] = {}
+    for row in rows:
+        case = (row["ranks"], row["length"], row["heads"], row["kv_heads"])
+        cases.setdefault(case, {})[row["contender"], row.get("way", "both")] = row
+    lines = []
+    for (ranks, length, heads, kv_heads), found in cases.items():
+        line = [str(ranks), f"{length // 1024}k", f"{heads}:{kv_heads}"]
+        for way in ("forward", "both"):
+            rates = [found.get((name, way), {}).get("tflops") for name in ("ring", "alone", "context_parallel")]
+            ours, one, peer = rates
+            line += ["" if rate is None else f"{rate:.0f}" for rate in (ours, one)]
+            line += ["" if not (ours and one) else f"{ours / one:.3f}", "" if peer is None else f"{peer:.0f}"]
+        lines.append(line)
+    head = ["GPUs", "tokens", "heads", *(f"{name}, {way}" for way in ("forward", "both")
+                                         for name in ("ring", "one GPU", "share", "context_parallel"))]  # fmt: skip
+    return table(head, lines) + f"\n{sources(rows)}\n"
+
+
+def train_step() -> str:
+    """Training steps of one GPU."""
+    rows = rows_of("train_step")
+    if not rows:
+        return unmeasured("python benchmarks/train_step.py")
+    head = ["shape", "layers", "tokens", "window", "seconds", "tokens/s", "causal MFU", "share of attention", "peak GB"]
+    lines = [
+        [
+            row["shape"], str(row["layers"]), f"{row['length']:,}", str(row["window"] or ""), f"{row['seconds']:.2f}",
+            f"{row['tokens_per_s']:,.0f}", f"{row['mfu_causal']:.3f}", f"{row['attention_share_of_time']:.2f}",
+            f"{row['peak_allocated_bytes'] / 1e9:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return table(head, lines) + f"\n{sources(rows)}\n"
+
+
 def planning() -> str:
     """How long the balanced layout of a batch takes, and how even it is."""
     rows = rows_of("planning")
@@ -347,6 +387,8 @@ RENDER: dict[str, Callable[[], str]] = {
     "traffic": traffic,
     "travel": travel,
     "ring_rank": ring_rank,
+    "ring": ring,
+    "train_step": train_step,
     "planning": planning,
     "timeline": timeline,
     "tuning": tuning,

@@ -86,7 +86,8 @@ def backward(
         run(dout, q, k, v, lse, delta, view, dq, dk, dv)
         return dq, dk, dv
     tensors = (dout, q, k, v, lse, delta)
-    side = Keys(tensors, run) if route.what == "keys" else Queries(tensors, run)
+    is_written = any(visit.own and visit.view for visit in route.visits)
+    side = (Keys if route.what == "keys" else Queries)(tensors, run, is_written)
     sums = Sums(side.own, route, transport, transit)
     for i, (visit, blocks) in enumerate(Blocks(side.travelling, route, transport)):
         fresh = None
@@ -106,14 +107,16 @@ Tensors = Sequence[torch.Tensor]
 class Keys:
     """A backward in which keys and values travel, with dk and dv behind them; dq stays.
 
-    travelling: what the other ranks get; own: the gradients of this rank's own part of it, zero at first, fp32
+    travelling: what the other ranks get; own: the gradients of this rank's own part of it, fp32, to which those that
+        come home are added
+    is_written: does a kernel compute the own part here, which then need not be zero before?
     """
 
-    def __init__(self, tensors: Tensors, run: Callable[..., None]) -> None:
+    def __init__(self, tensors: Tensors, run: Callable[..., None], is_written: bool) -> None:
         self._dout, self._q, k, v, self._lse, self._delta = tensors
         self._run = run
         self.travelling = (k, v)
-        self.own = [_zeros(k), _zeros(v)]
+        self.own = [_empty(x) if is_written else _zeros(x) for x in (k, v)]
         self._dq = _zeros(self._q)
 
     def compute(self, blocks: Tensors, view: View, grads: Tensors) -> None:
@@ -128,11 +131,11 @@ class Keys:
 class Queries:
     """A backward in which queries travel with dout, lse and delta, and dq behind them; dk and dv stay. See `Keys`."""
 
-    def __init__(self, tensors: Tensors, run: Callable[..., None]) -> None:
+    def __init__(self, tensors: Tensors, run: Callable[..., None], is_written: bool) -> None:
         dout, q, self._k, self._v, lse, delta = tensors
         self._run = run
         self.travelling = (q, dout, lse, delta)
-        self.own = [_zeros(q)]
+        self.own = [_empty(q) if is_written else _zeros(q)]
         self._total: list[torch.Tensor] = []  # dk, dv
         self._spare: list[torch.Tensor] = []
 
@@ -143,7 +146,7 @@ class Queries:
         (dq,) = grads
         begun = bool(self._total)
         if not begun:
-            self._total = [_zeros(x) for x in (self._k, self._v)]
+            self._total = [_empty(x) for x in (self._k, self._v)]
         elif not self._spare:
             self._spare = [torch.empty_like(x) for x in self._total]
         written = self._spare if begun else self._total
@@ -156,6 +159,10 @@ class Queries:
         """dq, dk, dv."""
         dk, dv = self._total or (_zeros(self._k), _zeros(self._v))
         return self.own[0], dk, dv
+
+
+def _empty(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
 
 def _zeros(x: torch.Tensor) -> torch.Tensor:

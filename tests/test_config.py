@@ -166,6 +166,11 @@ REFUSED = {
     "parallel.ulysses=2": ("ulysses = 2", "8 ranks", "4 processes"),
     "parallel.data=2": ("data = 2", "8 ranks", "4 processes"),
     "parallel.zero=4": ("parallel.zero = 4", "less than or equal to 3"),
+    "parallel.arrangement=star": ("'star'", "'ring', 'double' or 'gather'"),
+    "parallel.arrangement=double": ("'double'", "parallel.topology"),
+    "parallel.topology=3": ("parallel.topology = 3", "4 ranks", "parallel.ulysses = 1"),
+    "parallel.topology=racks": ("parallel.topology = 'racks'", "an integer or 'hosts'"),
+    "parallel.transit=float16": ("'float16'", "'float32' or 'bfloat16'"),
     # lengths
     "sequence.length=8190": ("8190", "divide by 8", "'zigzag'", "8192"),
     "sequence.length=0": ("sequence.length = 0", "greater than or equal to 1"),

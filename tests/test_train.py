@@ -51,6 +51,31 @@ def test_R60_R62_R70_R75_training_equals_one_process(pool, texts, alone, mesh, z
             assert (got["weights"][name] - weight).abs().max() <= 2 * config.optimizer.lr, name
 
 
+def ways(texts, mesh, **way):
+    """The config of two steps whose blocks go round the ring in this way."""
+    parallel = {"data": mesh[0], "ring": mesh[1], "zero": 1} | way
+    memory = {"checkpoint": "none", "loss_chunk": 5}
+    return training.config_of(texts, mesh=mesh, optimizer="sgd", steps=2, parallel=parallel, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "way"),
+    [((1, 4, 1), {"arrangement": "double", "topology": 2}), ((2, 2, 1), {"arrangement": "gather"})],
+    ids=["double", "gather"],
+)
+def test_ways_round_the_ring_are_those_of_the_config(pool, texts, alone, mesh, way):
+    got, want = pool(4)(training.train, ways(texts, mesh, **way), "mixed")[0], alone("sgd", 2)
+    for name, weight in want["weights"].items():
+        assert error(got["weights"][name], weight) <= 1e-5, name
+
+
+def test_gradients_travel_in_the_type_of_the_config(pool, texts):
+    runs = [ways(texts, (1, 2, 1), transit=dtype) for dtype in ("float32", "bfloat16")]
+    exact, rounded = (pool(2)(training.train, config, "mixed")[0] for config in runs)
+    assert exact["digest"] != rounded["digest"]
+    assert exact["grad_norm"] == pytest.approx(rounded["grad_norm"], rel=1e-3)
+
+
 @pytest.mark.parametrize("zero", [1, 2])
 def test_R72_losses_do_not_depend_on_the_size_of_a_bucket(pool, texts, alone, zero):
     memory = {"checkpoint": "none", "loss_chunk": 5}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import json
 import os
 import sys
 import threading
@@ -166,16 +167,18 @@ def _ignore(sequence: data.Sequence, kind: str, index: int) -> data.Sequence:
 
 
 @functools.cache
-def joined(ring_size: int, ulysses: int, layout: str, size: int) -> world.World:
-    """The groups of a mesh, made once in each process."""
+def joined(parallel: str, layout: str, size: int) -> world.World:
+    """The groups of a mesh, made once in each process. parallel: the section as JSON, without the ZeRO stage."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    mesh = size // (ring_size * ulysses), ring_size, ulysses
-    config = config_of(".", mesh=mesh, sequence={"length": LENGTH, "layout": layout})
+    keys = json.loads(parallel)
+    mesh = size // (keys["ring"] * keys["ulysses"]), keys["ring"], keys["ulysses"]
+    config = config_of(".", mesh=mesh, sequence={"length": LENGTH, "layout": layout}, parallel=keys)
     return world.connect(config, torch.device("cpu"))
 
 
 def join(config: Config) -> world.World:
-    return joined(config.parallel.ring, config.parallel.ulysses, config.sequence.layout, config.world_size)
+    parallel = config.parallel.model_dump_json(exclude={"zero", "data"})
+    return joined(parallel, config.sequence.layout, config.world_size)
 
 
 def train(config: Config, labels: str) -> dict[str, Any]:

@@ -132,6 +132,9 @@ def connect(config: Config, device: torch.device) -> World:
         layout=config.sequence.layout,
         ulysses=config.parallel.ulysses,
         timeout_s=config.train.timeout_s,
+        topology=config.parallel.topology,
+        arrangement=config.parallel.arrangement,
+        transit=getattr(torch, config.parallel.transit),
     )
     control, writing = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     lifeline = dist.new_group(backend="gloo", timeout=timedelta(days=365))

@@ -1,7 +1,8 @@
 """ConfigError, and the one sentence for what pydantic refused, which `file.load` asks for."""
 
 import difflib
-from typing import get_args, get_origin
+import re
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -17,7 +18,7 @@ def sentence(error: ValidationError, config: type[BaseModel]) -> str:
     """
     problems = error.errors()
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    kind, value, loc = problem["type"], problem["input"], tuple(map(str, problem["loc"]))
+    kind, value, loc = problem["type"], problem["input"], _key_of(problem)
     name = ".".join(loc)
     if kind == "extra_forbidden":
         return _unknown(loc, _keys(config))
@@ -31,7 +32,8 @@ def sentence(error: ValidationError, config: type[BaseModel]) -> str:
         )
     if kind == "model_type":
         return f"{name} = {value!r} is a value: the section [{name}] is accepted"
-    wanted = problem["msg"]
+    wanted = " or ".join(p["msg"].removeprefix("Input should be ") for p in problems if _key_of(p) == loc)
+    wanted = f"Input should be {wanted}" if problem["msg"].startswith("Input should be") else wanted
     for theirs, ours in (
         ("Input should be", "accepted is"),
         ("String should match pattern", "accepted is text that matches"),
@@ -42,6 +44,11 @@ def sentence(error: ValidationError, config: type[BaseModel]) -> str:
     ):
         wanted = wanted.replace(theirs, ours)
     return f"{name} = {value!r} ({_toml_type(value)}): {wanted}"
+
+
+def _key_of(problem: Any) -> tuple[str, ...]:
+    """Where it stands in the file: pydantic names, behind the key, the kind of value that it tried."""
+    return tuple(part for part in map(str, problem["loc"]) if not re.match(r"constrained-|literal\[", part))
 
 
 def _unknown(loc: tuple[str, ...], keys: dict[str, dict[str, str]]) -> str:

@@ -207,6 +207,25 @@ def _check_heads(config: "Config") -> None:
         )
 
 
+def _check_topology(config: "Config") -> None:
+    """What `ringflash.Ring` would refuse, said before any process is started."""
+    parallel = config.parallel
+    if parallel.arrangement == "double" and parallel.topology is None:
+        raise ConfigError("parallel.arrangement = 'double' needs parallel.topology: which ranks share a node")
+    if parallel.arrangement in ("ring", "gather") and parallel.topology is not None:
+        raise ConfigError(
+            f"parallel.topology = {parallel.topology!r} is of no use to parallel.arrangement = "
+            f"'{parallel.arrangement}'; leave it out, or say 'double'"
+        )
+    if isinstance(parallel.topology, int):
+        size = config.sequence_parallel
+        if size % parallel.topology or parallel.topology % parallel.ulysses:
+            raise ConfigError(
+                f"parallel.topology = {parallel.topology} must divide the {size} ranks of a sequence and be a multiple "
+                f"of parallel.ulysses = {parallel.ulysses}"
+            )
+
+
 def _check_sequence(config: "Config") -> None:
     length, layout = config.sequence.length, config.sequence.layout
     divisor = config.sequence_parallel * (2 if layout == "zigzag" else 1)
@@ -345,6 +364,7 @@ RULES: tuple[Callable[["Config"], None], ...] = (
     _check_gradients,
     _check_head_dim,
     _check_heads,
+    _check_topology,
     _check_sequence,
     _check_optimizer,
     _check_memory,

@@ -127,6 +127,13 @@ class Parallel(Section):
     """Data replicas; left out: world size / (ring * ulysses)."""
     zero: Annotated[int, Field(ge=0, le=3)] = 2
     """DeepSpeed ZeRO stage, over all ranks."""
+    arrangement: Literal["ring", "double", "gather"] | None = None
+    """How ranks pass blocks on: one ring; a ring of nodes around rings of ranks; all at once, whose memory grows with
+    the sequence. Left out: double where parallel.topology tells of several nodes in a ring, else ring."""
+    topology: Count | Literal["hosts"] | None = None
+    """Which ranks of a ring share a node: so many that follow each other, or those with one host name."""
+    transit: Literal["float32", "bfloat16"] = "float32"
+    """Type of gradients on their way round the ring; bfloat16 moves half the bytes and is rounded at every hop."""
 
 
 class Optimizer(Section):

@@ -1,0 +1,175 @@
+"""A ring over the GPUs of this host, beside the same kernel on one of them and PyTorch's own: a JSON line a row.
+
+    torchrun --nproc-per-node 2 benchmarks/ring.py                      # all rows; a GPU a process
+    torchrun --nproc-per-node 2 benchmarks/ring.py --lengths 32768
+    torchrun --nproc-per-node 2 benchmarks/ring.py --tiny --output /tmp/tiny.jsonl    # gloo on CPUs: does it run?
+
+Causal attention, bf16, D=128, forward and forward + backward, through `ringflash.attention` as a user calls it, the
+host's time included. "alone" is the whole sequence on each GPU with its share of the heads: the same FLOPs without a
+ring. "context_parallel" is PyTorch's, with cuDNN. TFLOP/s are of visible pairs a GPU; a time is the slowest rank's, the
+median of calls that all ranks begin together. A contender that fails is a row with its error.
+
+Letters: P ranks, S tokens of the sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from provenance import ROOT, provenance
+
+import ringflash
+
+OUTPUT = ROOT / "docs/results/ring.jsonl"
+LENGTHS = (32768, 131072, 524288)
+HEADS = ((16, 16), (32, 8))
+HEAD_DIM = 128
+CALLS, LONG_CALLS, LONG = 6, 2, 200_000
+WAYS = {"forward": 1.0, "both": 3.5}  # five products of the backward where the forward has two
+
+
+class Case(NamedTuple):
+    length: int
+    heads: int
+    kv_heads: int
+
+    def flops(self, way: str) -> float:
+        """Of one GPU."""
+        pairs = self.length * (self.length + 1) / 2
+        return 4 * HEAD_DIM * self.heads * pairs * WAYS[way] / dist.get_world_size()
+
+
+class Ready(NamedTuple):
+    """attend() -> out of this rank; inputs: its leaves; dout: the gradient of out."""
+
+    attend: Callable[[], torch.Tensor]
+    inputs: list[torch.Tensor]
+    dout: torch.Tensor
+
+    def run(self, way: str) -> None:
+        with torch.no_grad() if way == "forward" else nullcontext():
+            out = self.attend()
+        if way == "both":
+            torch.autograd.grad(out, self.inputs, self.dout)
+
+
+def tensors(tokens: int, heads: int, kv_heads: int, device: torch.device) -> list[torch.Tensor]:
+    """q, k, v, dout: [1, tokens, heads, HEAD_DIM]."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = [(1, tokens, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+
+
+@contextmanager
+def ours(case: Case, device: torch.device) -> Iterator[Ready]:
+    layout = ringflash.Ring(layout="zigzag").layout(case.length)
+    *inputs, dout = tensors(layout.local_len, case.heads, case.kv_heads, device)
+    inputs = [x.requires_grad_() for x in inputs]
+    yield Ready(lambda: ringflash.attention(*inputs, layout=layout), inputs, dout)
+
+
+@contextmanager
+def alone(case: Case, device: torch.device) -> Iterator[Ready]:
+    size = dist.get_world_size()
+    *inputs, dout = tensors(case.length, case.heads // size, max(1, case.kv_heads // size), device)
+    inputs = [x.requires_grad_() for x in inputs]
+    yield Ready(lambda: ringflash.attention(*inputs), inputs, dout)
+
+
+@contextmanager
+def context_parallel(case: Case, device: torch.device) -> Iterator[Ready]:
+    from torch.distributed.tensor.experimental import context_parallel as shard
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    whole = [x.transpose(1, 2).contiguous() for x in tensors(case.length, case.heads, case.kv_heads, device)]
+    backend = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if device.type == "cuda" else nullcontext()
+    with shard(mesh, buffers=whole, buffer_seq_dims=[2] * 4, no_restore_buffers=set(whole)), backend:
+        *inputs, dout = whole
+        inputs = [x.requires_grad_() for x in inputs]
+        grouped = case.heads != case.kv_heads
+        attend = lambda: F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=grouped)  # noqa: E731
+        yield Ready(attend, inputs, dout)
+
+
+CONTENDERS = {"ring": ours, "alone": alone, "context_parallel": context_parallel}
+
+
+class Clock:
+    """Milliseconds of a call on the slowest rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def ms(self, run: Callable[[], None], calls: int) -> float:
+        times = []
+        for _ in range(calls + 1):  # the first compiles
+            self._settle()
+            dist.barrier()
+            self._settle()
+            began = perf_counter()
+            run()
+            self._settle()
+            times.append(1e3 * (perf_counter() - began))
+        slowest = torch.tensor(median(times[1:]), device=self._device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
+
+
+def rows_of(case: Case, device: torch.device) -> Iterator[dict]:
+    """Every contender, both ways."""
+    clock, calls = Clock(device), CALLS if case.length < LONG else LONG_CALLS
+    for name, make in CONTENDERS.items():
+        row = case._asdict() | {"ranks": dist.get_world_size(), "contender": name}
+        try:
+            with make(case, device) as ready:
+                for way in WAYS:
+                    ms = clock.ms(lambda way=way: ready.run(way), calls)
+                    rate = case.flops(way) / ms / 1e9
+                    yield row | {"way": way, "ms": round(ms, 3), "tflops": round(rate, 1), "calls": calls}
+        except (RuntimeError, ValueError, TypeError) as error:  # of one contender, on every rank alike
+            yield row | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="S, tokens of the sequence")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--commit", help="the commit that is measured, where the checkout has no history")
+    parser.add_argument("--tiny", action="store_true", help="small cases over gloo")
+    asked = parser.parse_args(words)
+    device = torch.device("cpu") if asked.tiny else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            sys.exit("this measures GPUs, and torch sees none; --tiny needs no GPU")
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if asked.tiny else "nccl")
+    shown = {} if asked.tiny else provenance("ring.py", sys.argv[1:], asked.commit)
+    for length in (256,) if asked.tiny else asked.lengths:
+        for heads in HEADS:
+            for row in rows_of(Case(length, *heads), device):
+                if dist.get_rank() == 0:
+                    print(json.dumps(row), flush=True)
+                    with asked.output.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row | shown) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
