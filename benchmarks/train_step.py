@@ -3,6 +3,7 @@
 python benchmarks/train_step.py --shape llama3-8b --layers 4 --length 1048576 --optimizer none \
     --offload activations --offload attention --warm 16384
 python benchmarks/train_step.py --dry-run        # a tiny shape, on a CPU too
+python benchmarks/train_step.py --against docs/results/train_step.jsonl      # measured beside predicted
 
 Tokens and weights are random. `--optimizer none` is the model alone, whose gradients stay in its own type; otherwise
 DeepSpeed is there as in a run. Seconds are those of the last step; attention's are taken with events around the
@@ -17,6 +18,7 @@ import itertools
 import json
 import os
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +33,7 @@ import torch  # noqa: E402
 
 import ringflash  # noqa: E402
 from train import flops, memory, model, plan, world  # noqa: E402
-from train.config import Config  # noqa: E402
+from train.config import Config, Memory  # noqa: E402
 from train.engine import Engine, cutter  # noqa: E402
 
 LLAMA = {"architecture": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
@@ -222,6 +224,28 @@ def measure(asked: argparse.Namespace, config: Config, joined: world.World) -> d
     return row
 
 
+def against(path: Path) -> list[str]:
+    """A table of measured rows beside what is predicted of them now."""
+    lines = [
+        "| shape | layers | tokens | [memory] | peak, GB | predicted | host, GB | predicted | seconds | predicted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        asked = parsed(shlex.split(row["command"])[2:])
+        asked.force = True
+        now = predicted(asked, config_of(asked), torch.device("cpu"))
+        usual = Memory().model_dump()
+        switches = ", ".join(f"{key} = {value}" for key, value in row["memory"].items() if value != usual[key])
+        pairs = [
+            (row["peak_allocated_bytes"] / 1e9, now["predicted_peak_bytes"] / 1e9),
+            (row["host_peak_bytes"] / 1e9, (now["predicted_host_bytes"] + plan.HOST_BASE) / 1e9),
+            (row["seconds"], now["predicted_seconds"]),
+        ]
+        numbers = " | ".join(f"{got:.1f} | {said:.1f} ({said / got - 1:+.0%})" for got, said in pairs)
+        lines.append(f"| {row['shape']} | {row['layers']} | {row['length']:,} | {switches} | {numbers} |")
+    return lines
+
+
 def where(words: list[str], commit: str | None) -> dict[str, str]:
     """Where the row comes from, on a GPU or not."""
     from provenance import provenance
@@ -252,6 +276,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
         "--warm", type=int, nargs="?", const=0, metavar="TOKENS", help="a step before, of so many tokens"
     )
     parser.add_argument("--force", action="store_true", help="try what cannot fit")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="only compare the rows of FILE with predictions")
     parser.add_argument("--commit", help="where the checkout has no history")
     parser.add_argument("--dry-run", action="store_true", help="the shape tiny at 64 tokens, whatever else is asked")
     asked = parser.parse_args(words)
@@ -262,8 +287,12 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 def main(words: list[str]) -> int:
     """Print the row of one step. Returns the exit code: 2 for what is refused, in one sentence, 3 if memory ends."""
+    asked = parsed(words)
+    if asked.against is not None:
+        print("\n".join(against(asked.against)))
+        return 0
     try:
-        run(parsed(words), words)
+        run(asked, words)
     except ValueError as refusal:
         print(f"train_step: {refusal}", file=sys.stderr)
         return 2

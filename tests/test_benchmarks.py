@@ -21,6 +21,7 @@ import bars  # noqa: E402
 import contenders  # noqa: E402
 import planning  # noqa: E402
 import traffic  # noqa: E402
+import train_step  # noqa: E402
 import tune  # noqa: E402
 from cases import LENGTHS, MASKS, Case, Cell, Contender, documents, identity, visible  # noqa: E402
 
@@ -415,6 +416,13 @@ def test_a_training_step_is_measured():
     assert row["tokens_per_s"] == pytest.approx(64 / row["seconds"], rel=1e-2)
     assert row["predicted_peak_bytes"] == sum(row["predicted_peak"]["parts"].values()) > 0
     assert row["predicted_host_bytes"] == 64 * 64 * 4 and row["predicted_seconds"] > 0
+
+
+def test_memory_is_predicted_within_a_tenth_of_what_was_measured():
+    for line in train_step.against(ROOT / "docs/results/train_step.jsonl")[2:]:
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        for measured, predicted in (cells[4:6], cells[8:10]):
+            assert float(predicted.split()[0]) == pytest.approx(float(measured), rel=0.1), line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -204,3 +204,10 @@ def elementwise(widths: tuple[int, int, int, int], layers: int, runs: Passes, *,
     layer = norms + 10 * (queries + keys) * number_bytes + 6 * width * number_bytes
     gate = 5 * mlp * number_bytes
     return round(layers * (layer * (runs.layer + 2) + gate * (runs.layer + runs.mlp + 2)))
+
+
+def head_elementwise(vocabulary: int, width: int, chunk: int, *, number_bytes: int) -> int:
+    """Bytes a token that the loss reads and writes beside its products: logits in both directions, in the model's type
+    and in fp32, and the sum of the head's gradient, once a chunk."""
+    logits = vocabulary * (38 + 4 * number_bytes)
+    return round(logits + vocabulary * width * (8 + 2 * number_bytes) / chunk)
