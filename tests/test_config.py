@@ -238,6 +238,11 @@ def test_R30_R55_a_length_that_does_not_divide_is_refused_with_the_next(layout, 
             demo(*overrides)
 
 
+def test_an_optimizer_in_host_memory_needs_zero():
+    with pytest.raises(ConfigError, match=r"'optimizer' but parallel.zero = 0 .* 1, 2 or 3 is needed"):
+        demo("parallel.zero=0", "memory.offload=['optimizer']")
+
+
 @pytest.mark.parametrize(
     ("key", "checkpoint"),
     [("offload=['attention']", "full"), ("offload=['activations']", "none"), ("checkpoint_every=2", "none")],

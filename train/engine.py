@@ -177,6 +177,7 @@ def deepspeed_config(config: Config, batch: Batch, *, numel: int) -> dict[str, A
     numel: parameters of the model
     """
     bucket = min(BUCKET_NUMEL, max(numel, 1))
+    away = {"offload_optimizer": {"device": "cpu"}} if "optimizer" in config.memory.offload else {}
     return {
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.accumulation,
@@ -191,7 +192,9 @@ def deepspeed_config(config: Config, batch: Batch, *, numel: int) -> dict[str, A
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "stage3_param_persistence_threshold": min(WHOLE_NUMEL, numel // 100),
+            **away,
         },
+        "zero_force_ds_cpu_optimizer": False,  # its own would be compiled at run time; torch's updates on the host too
         "steps_per_print": None,
     }
 

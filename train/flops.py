@@ -134,6 +134,7 @@ class Rates:
 
     attention_forward, attention_backward, matmul: TFLOP/s, of the arithmetic that is done (a backward is 2.5 forwards)
     memory, host: GB/s (10^9 bytes), of reads and writes together; of the link to host memory, each way
+    host_memory: GB/s of reads and writes of a machine's memory, by one process
     """
 
     attention_forward: float
@@ -141,10 +142,12 @@ class Rates:
     matmul: float
     memory: float
     host: float
+    host_memory: float
 
 
-RATES = {"H200": Rates(attention_forward=730, attention_backward=555, matmul=650, memory=4000, host=55)}
-"""Part of a card's name -> its rates: D = 128, causal, 64k tokens (docs/results.md); cuBLAS on 8192^3."""
+RATES = {"H200": Rates(attention_forward=730, attention_backward=555, matmul=650, memory=4000, host=55, host_memory=50)}
+"""Part of a card's name -> its rates: D = 128, causal, 64k tokens (docs/results.md); cuBLAS on 8192^3. host_memory is
+not measured yet."""
 
 
 class Passes(NamedTuple):

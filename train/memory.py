@@ -133,13 +133,20 @@ def predict(sizes: Sizes, step: Step) -> Prediction:
 
 
 def host(sizes: Sizes, step: Step) -> Parts:
-    """What `memory.offload` puts into host memory."""
+    """What `memory.offload` puts into host memory, of one process."""
     parts, offload = {}, step.memory.offload
     if "activations" in offload:
         parts["hidden states"] = boundaries(sizes, step) * step.tokens * sizes.width * step.number_bytes
     if "attention" in offload:
         parts["attention's results"] = sizes.layers * step.tokens * pair(sizes, step)
+    if "optimizer" in offload and step.zero is not None:  # the weights, their gradients, the optimizer's states
+        parts["optimizer"] = (2 + step.states) * FLOAT * trained_params(sizes, step) // step.ranks
     return parts
+
+
+def trained_params(sizes: Sizes, step: Step) -> int:
+    """Weights that get gradients."""
+    return sizes.params if step.trained is None else step.trained
 
 
 def boundaries(sizes: Sizes, step: Step) -> int:
@@ -168,7 +175,7 @@ def moments(sizes: Sizes, step: Step) -> Iterator[Moment]:
 
 def weights(sizes: Sizes, step: Step) -> Parts:
     """What lasts: weights, the optimizer's numbers, DeepSpeed's buffers."""
-    trained = sizes.params if step.trained is None else step.trained
+    trained = trained_params(sizes, step)
     if step.zero is None:
         return {"weights": sizes.params * step.number_bytes}
     shards = step.ranks if step.zero else 1
@@ -176,20 +183,25 @@ def weights(sizes: Sizes, step: Step) -> Parts:
     if step.zero == 3:
         parts["gathered weights"] = max(2 * sizes.layer_params, sizes.head_params) * step.number_bytes
     masters = 1 if step.zero else 0  # without ZeRO the optimizer updates the fp32 weights themselves
-    parts["optimizer"] = (masters + step.states) * FLOAT * trained // shards
+    if "optimizer" not in step.memory.offload:
+        parts["optimizer"] = (masters + step.states) * FLOAT * trained // shards
     if step.zero:
         parts["buckets"] = min(BUCKET_NUMEL, trained) * (step.number_bytes + FLOAT)
     return parts
 
 
 def gradients(sizes: Sizes, step: Step, done: int) -> Parts:
-    """Of so many weights, those whose backward is done; ZeRO 3 has room for all of them from the start."""
-    trained = sizes.params if step.trained is None else step.trained
+    """Of so many weights, those whose backward is done; ZeRO 3, and 1 in bf16, have room for all from the start."""
+    trained = trained_params(sizes, step)
     done = min(done, trained)
     if step.zero is None:
         return {"gradients": done * step.number_bytes}
+    if "optimizer" in step.memory.offload and step.zero > 1:
+        return {"gradients": 0}  # they leave bucket by bucket
     if step.zero == 3:
         return {"gradients": FLOAT * trained // step.ranks}
+    if step.zero == 1 and step.number_bytes < FLOAT:
+        return {"gradients": FLOAT * trained}
     return {"gradients": FLOAT * done // (step.ranks if step.zero == 2 else 1)}
 
 
@@ -296,12 +308,13 @@ def loss(sizes: Sizes, step: Step) -> Parts:
 
 
 def update(sizes: Sizes, step: Step) -> Parts:
-    """What the update takes beside weights and gradients: torch's roots of a whole list; ZeRO 1 and 2 a flat copy."""
-    trained = sizes.params if step.trained is None else step.trained
-    if step.zero is None:
+    """What the update takes beside weights and gradients: torch's roots of a list; ZeRO 2, and 1 in fp32, a copy."""
+    trained = trained_params(sizes, step)
+    if step.zero is None or "optimizer" in step.memory.offload:
         return {}
     shards = step.ranks if step.zero else 1
-    copies = (1 if step.states == 2 else 0) + (1 if step.zero in (1, 2) else 0)
+    flat = step.zero == 2 or (step.zero == 1 and step.number_bytes == FLOAT)
+    copies = (1 if step.states == 2 else 0) + flat
     return {"update": copies * FLOAT * trained // shards}
 
 

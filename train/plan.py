@@ -90,12 +90,16 @@ class Plan:
         runs = flops.passes(switches.checkpoint, switches.checkpoint_every, tiled=switches.mlp_tile is not None)
         widths = sizes.width, sizes.query_width, sizes.key_width, sizes.mlp_width
         batch = self.config.batch(self._world_size)
+        moved = sum(size for part, size in memory.host(sizes, step).items() if part != "optimizer")
         times = flops.step_seconds(
             flops.describe(self._hf), [step.sequence] * batch.global_batch, rates, runs,
             mlp_params=3 * sizes.layers * sizes.width * sizes.mlp_width, head_params=sizes.head_params,
-            ranks=step.ranks, moved_bytes=sum(memory.host(sizes, step).values()) * batch.accumulation,
+            ranks=step.ranks, moved_bytes=batch.accumulation * moved,
             elementwise_bytes=flops.elementwise(widths, sizes.layers, runs, number_bytes=step.number_bytes),
         )  # fmt: skip
+        if "optimizer" in switches.offload:  # gradients out, weights back; weights, gradients, states read and written
+            numbers = memory.trained_params(sizes, step) / step.ranks
+            times["update in host memory"] = numbers * (6 / rates.host + 28 / rates.host_memory) / 1e9
         return times
 
     def longest(self, step: memory.Step, limits: Limits) -> int:
@@ -115,6 +119,9 @@ class Plan:
             if kind not in switches.offload and switches.checkpoint in needs:
                 more = [*switches.offload, kind]
                 yield f"'{kind}' in memory.offload", switches.model_copy(update={"offload": more})
+        if "optimizer" not in switches.offload and self._updates and self.config.parallel.zero:
+            more = [*switches.offload, "optimizer"]
+            yield "'optimizer' in memory.offload", switches.model_copy(update={"offload": more})
         every = 2 * switches.checkpoint_every
         if switches.checkpoint != "none" and every <= self.sizes.layers:
             yield f"memory.checkpoint_every = {every}", switches.model_copy(update={"checkpoint_every": every})
@@ -123,24 +130,30 @@ class Plan:
             full = switches.model_copy(update={"checkpoint": "full", "offload": offload})
             yield "memory.checkpoint = 'full'", full
 
+    def around(self) -> Iterator[tuple[list[str], memory.Step]]:
+        """All that knobs can be turned to: (what to write, the step with it), few changes before many."""
+        seen: set[str] = set()
+        waiting: list[tuple[dict[str, str], Any]] = [({}, self.config.memory)]
+        for turned, switches in waiting:
+            yield list(turned.values()), self.step(switches)
+            for text, other in self.knobs(switches):
+                if (key := other.model_dump_json()) not in seen:
+                    seen.add(key)
+                    waiting.append((turned | {text.split("=")[0]: text}, other))  # the last word on a key counts
+
     def way_out(self, limits: Limits, rates: flops.Rates) -> str:
-        """The knobs that would make it fit, the cheapest first, and what a step would cost more."""
-        step = self.step()
-        before = sum(self.seconds(step, rates).values())
-        turned: list[str] = []
-        best = self.longest(step, limits)
-        while best < step.sequence:
-            tried = []
-            for text, switches in self.knobs(step.memory):
-                other = self.step(switches)
-                if (length := self.longest(other, limits)) > best:
-                    tried.append((sum(self.seconds(other, rates).values()), -length, text, switches))
-            if not tried:
-                return f"{_and(turned)}{best} tokens at most, so more ranks (parallel.ring) are needed"
-            _, length, text, switches = min(tried, key=lambda one: one[:2])
-            turned, step, best = [*turned, text], self.step(switches), -length
-        price = sum(self.seconds(step, rates).values()) / before - 1
-        return f"{_and(turned)}it fits, and a step takes about {price:.0%} longer"
+        """The knobs that make it fit at the least cost, and what a step would cost more."""
+        before = sum(self.seconds(self.step(), rates).values())
+        possible = [
+            (sum(self.seconds(step, rates).values()) / before - 1, len(turned), turned)
+            for turned, step in self.around()
+            if limits.fits(memory.predict(self.sizes, step))
+        ]
+        if possible:
+            price, _, turned = min(possible, key=lambda one: (round(one[0], 2), one[1]))
+            return f"with {' and '.join(turned)} it fits, and a step takes about {max(price, 0):.0%} longer"
+        best = max(self.longest(step, limits) for _, step in self.around())
+        return f"with all that [memory] offers it would be {best}: more ranks (parallel.ring) are needed"
 
     def refusal(self, limits: Limits, rates: flops.Rates) -> str:
         """Why the run does not fit, which length would, what to change; "" if it fits."""
@@ -161,10 +174,6 @@ class Plan:
             f"sequence.length = {step.sequence} does not fit: {asked} {have}; most of it is {name}, {_gb(size)}. "
             f"The longest that fits is {self.longest(step, limits)}; {self.way_out(limits, rates)}"
         )
-
-
-def _and(turned: list[str]) -> str:
-    return f"with {' and '.join(turned)} " if turned else ""
 
 
 def _gb(size: float) -> str:

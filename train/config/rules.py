@@ -297,6 +297,10 @@ def _check_memory(config: "Config") -> None:
             f"memory.offload holds 'attention' but memory.checkpoint = {memory.checkpoint!r} does not keep it apart: "
             "'selective' is needed"
         )
+    if "optimizer" in memory.offload and config.parallel.zero == 0:
+        raise ConfigError(
+            "memory.offload holds 'optimizer' but parallel.zero = 0 keeps it with the weights: 1, 2 or 3 is needed"
+        )
     if len(set(memory.offload)) < len(memory.offload):
         raise ConfigError(f"memory.offload = {memory.offload} names one thing twice")
 

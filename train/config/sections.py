@@ -202,9 +202,9 @@ class Memory(Section):
     """Activation checkpointing; selective keeps attention's (out, lse), so the backward runs no second ring."""
     checkpoint_every: Count = 1
     """Hidden states are kept before every k-th layer alone; those in between are made again one after the other."""
-    offload: list[Literal["activations", "attention"]] = []
+    offload: list[Literal["activations", "attention", "optimizer"]] = []
     """What is in host memory until it is needed: "activations", the hidden states that are kept; "attention", what
-    checkpoint = "selective" keeps."""
+    checkpoint = "selective" keeps; "optimizer", the optimizer's numbers, which are updated there."""
     mlp_tile: Count | None = None
     """Local tokens whose MLPs and norms are computed at one time, again in the backward; left out: all."""
     loss_chunk: Count = 1024
