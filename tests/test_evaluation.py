@@ -19,7 +19,7 @@ from train.evaluation import Result, draw
 from train.evaluation.needle import FILLER, Haystack
 from train.evaluation.result import Cell, Range
 
-DRAWING_S = 3.0
+DRAWING_S = 6.0
 
 
 @pytest.fixture(scope="module")
