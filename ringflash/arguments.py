@@ -180,7 +180,7 @@ def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int)
             raise ValueError(f"cu_seqlens holds {max(cu_seqlens, key=abs)}; positions must lie in [0, {seq_len}]")
         values = torch.tensor(cu_seqlens, dtype=torch.int32, device="cpu")  # whatever torch's default device is
     if values.dim() != 1 or len(values) < 2:
-        raise ValueError(f"cu_seqlens has shape {list(values.shape)}; it must be [number of documents + 1]")
+        raise ValueError(f"cu_seqlens has shape {list(values.shape)}; it must be [documents + 1], one at least")
     if not torch.compiler.is_compiling():
         check_borders(values.numpy(), seq_len)
     return values

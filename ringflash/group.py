@@ -92,7 +92,7 @@ class Ring:
         return per_node // self.ulysses
 
     def _arranged(self, arrangement: str | None, told: bool) -> str:
-        if arrangement is not None and arrangement not in ARRANGEMENTS:
+        if arrangement is not None and not (isinstance(arrangement, str) and arrangement in ARRANGEMENTS):
             words = ", ".join(ARRANGEMENTS)
             raise ValueError(f"arrangement={arrangement!r} is unknown; it must be None or one of {words}")
         if arrangement == "double" and not told:
@@ -144,6 +144,8 @@ class Ring:
             raise ValueError(
                 f"windows={windows} choose a layout, which is {self.layout_name!r}: say Ring(layout='auto')"
             )
+        if not isinstance(windows, Sequence | None) or isinstance(windows, str):
+            raise TypeError(f"windows={windows!r} is {type(windows).__name__}; it must be a list of windows")
         each = tuple(arguments.window_of(window) for window in ((None,) if windows is None else windows))
         if not each:
             raise ValueError("windows is empty; it must hold one entry a kind of call, or be left out")

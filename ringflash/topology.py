@@ -31,7 +31,7 @@ def ranks_per_node(
         return _of_hosts(group, timeout_s)
     if isinstance(topology, int) and not isinstance(topology, bool):
         if topology < 1 or size % topology:
-            raise ValueError(f"topology={topology} ranks a node must divide the {size} ranks of the group")
+            raise ValueError(f"topology={topology} ranks a node must be at least 1 and divide {size} ranks")
         return topology
     if isinstance(topology, str):
         raise ValueError(f"topology={topology!r} is unknown; it must be {HOSTS!r}, a number of ranks a node or a mesh")

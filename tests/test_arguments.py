@@ -47,7 +47,7 @@ def call(change=None, **given):
         ({"cu_seqlens": [0, 4, 8, -1, -1]}, ValueError, "cu_seqlens[3]=-1 is below cu_seqlens[2]=8"),
         ({"cu_seqlens": [0, 9]}, ValueError, "cu_seqlens[-1]=9 is beyond the sequence of 8 tokens"),
         ({"cu_seqlens": [0, 2**40]}, ValueError, "cu_seqlens holds 1099511627776"),
-        ({"cu_seqlens": [0]}, ValueError, "cu_seqlens has shape [1]; it must be [number of documents + 1]"),
+        ({"cu_seqlens": [0]}, ValueError, "cu_seqlens has shape [1]; it must be [documents + 1], one at least"),
         ({"cu_seqlens": []}, ValueError, "cu_seqlens has shape [0]"),
         ({"cu_seqlens": i32(0, 8)[None]}, ValueError, "cu_seqlens has shape [1, 2]"),
         ({"cu_seqlens": torch.tensor([0, 8])}, TypeError, "cu_seqlens is torch.int64; it must be an int32 tensor"),

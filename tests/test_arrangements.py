@@ -219,7 +219,7 @@ def refusals() -> list[str]:
 
 def test_topologies_that_do_not_fit_are_refused(pool):
     words = [
-        "topology=3 ranks a node must divide the 4 ranks",
+        "topology=3 ranks a node must be at least 1 and divide 4 ranks",
         "topology='racks' is unknown; it must be 'hosts', a number of ranks a node or a mesh",
         "topology is a mesh of 1 dimensions; it must have two (node, rank of a node)",
         "topology tells of 2 ranks a node, which must be a multiple of ulysses=4",
@@ -236,7 +236,9 @@ def test_topologies_that_do_not_fit_are_refused(pool):
         ({"arrangement": "star"}, ValueError, "arrangement='star' is unknown; it must be None or one of ring, double"),
         ({"arrangement": "double"}, ValueError, "arrangement='double' needs topology="),
         ({"topology": 1.5}, TypeError, "topology is float; it must be 'hosts', a number of ranks a node"),
-        ({"topology": 2}, ValueError, "topology=2 ranks a node must divide the 1 ranks"),
+        ({"arrangement": ["ring"]}, ValueError, r"arrangement=\['ring'\] is unknown"),
+        ({"topology": 2}, ValueError, "topology=2 ranks a node must be at least 1 and divide 1 ranks"),
+        ({"topology": 0}, ValueError, "topology=0 ranks a node must be at least 1"),
         ({"transit": torch.float16}, ValueError, "transit=torch.float16 must be one of torch.float32, torch.bfloat16"),
         ({"transit": "bf16"}, TypeError, "transit='bf16' is str; it must be a torch.dtype"),
     ],
@@ -245,6 +247,11 @@ def test_topologies_that_do_not_fit_are_refused(pool):
 def test_a_ring_refuses_nonsense(given, kind, words):
     with pytest.raises(kind, match=words.replace("(", r"\(")):
         Ring(**given)
+
+
+def test_windows_that_are_no_list_are_refused():
+    with pytest.raises(TypeError, match="windows=5 is int; it must be a list of windows"):
+        Ring(layout="auto").layout(64, windows=5)
 
 
 def test_what_rotates_is_refused_where_nothing_does():

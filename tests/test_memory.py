@@ -174,10 +174,26 @@ def test_host_memory_is_checked_for_what_is_offloaded():
 def test_the_knobs_that_are_offered_make_it_fit():
     rates, room = flops.RATES["H200"], limits(80, 400)
     said = planned("sequence.length=1048576").refusal(room, rates)
-    knobs = "memory.mlp_tile = 4096 and 'activations' in memory.offload"
+    knobs = "'activations' in memory.offload and memory.mlp_tile = 4096"
     assert f"with {knobs} it fits, and a step takes about 1% longer" in said
     turned = "memory.mlp_tile=4096", "memory.offload=['activations']"
     assert planned("sequence.length=1048576", *turned).refusal(room, rates) == ""
+
+
+def test_what_is_offered_is_what_leads_there_and_can_be_written():
+    before = planned("memory.offload=['activations','attention']").config.memory
+    after = before.model_copy(update={"checkpoint": "full", "checkpoint_every": 4, "offload": ["activations"]})
+    words = ["memory.checkpoint = 'full'", "memory.checkpoint_every = 4", "no 'attention' in memory.offload"]
+    assert sorted(plan.changes(before, after)) == sorted(words)
+    table = planned("sequence.length=1048576")
+    for written, step in table.around():
+        assert not ("attention" in step.memory.offload and step.memory.checkpoint == "full")
+        assert len({text.split(" = ")[0] for text in written}) == len(written), "a key is said once"
+
+
+def test_where_no_length_fits_it_says_so():
+    said = planned("sequence.length=1048576").refusal(limits(10, 1900), flops.RATES["H200"])
+    assert "No length fits as it is; " in said and "on each GPU, which has 10.0 GB" in said
 
 
 def test_check_refuses_before_anything_is_allocated():

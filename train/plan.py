@@ -5,6 +5,7 @@
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -111,39 +112,35 @@ class Plan:
         shared = self.config.sequence_parallel
         return memory.longest(self.sizes, step, limits.fits, multiple=128 * 2 * shared)
 
-    def knobs(self, switches: Any) -> Iterator[tuple[str, Any]]:
-        """(what to write, [memory] with it), one change each."""
+    def knobs(self, switches: Any) -> Iterator[Any]:
+        """[memory] with one key changed so that less is needed."""
         if switches.checkpoint == "none":
-            yield "memory.checkpoint = 'selective'", switches.model_copy(update={"checkpoint": "selective"})
+            yield switches.model_copy(update={"checkpoint": "selective"})
         if switches.loss_chunk > CHUNK:
-            yield f"memory.loss_chunk = {CHUNK}", switches.model_copy(update={"loss_chunk": CHUNK})
+            yield switches.model_copy(update={"loss_chunk": CHUNK})
         if switches.mlp_tile is None or switches.mlp_tile > TILE:
-            yield f"memory.mlp_tile = {TILE}", switches.model_copy(update={"mlp_tile": TILE})
+            yield switches.model_copy(update={"mlp_tile": TILE})
         for kind, needs in (("activations", ("full", "selective")), ("attention", ("selective",))):
             if kind not in switches.offload and switches.checkpoint in needs:
-                more = [*switches.offload, kind]
-                yield f"'{kind}' in memory.offload", switches.model_copy(update={"offload": more})
+                yield switches.model_copy(update={"offload": [*switches.offload, kind]})
         if "optimizer" not in switches.offload and self._updates and self.config.parallel.zero:
-            more = [*switches.offload, "optimizer"]
-            yield "'optimizer' in memory.offload", switches.model_copy(update={"offload": more})
+            yield switches.model_copy(update={"offload": [*switches.offload, "optimizer"]})
         every = 2 * switches.checkpoint_every
         if switches.checkpoint != "none" and every <= self.sizes.layers:
-            yield f"memory.checkpoint_every = {every}", switches.model_copy(update={"checkpoint_every": every})
+            yield switches.model_copy(update={"checkpoint_every": every})
         if switches.checkpoint == "selective":
             offload = [kind for kind in switches.offload if kind != "attention"]
-            full = switches.model_copy(update={"checkpoint": "full", "offload": offload})
-            yield "memory.checkpoint = 'full'", full
+            yield switches.model_copy(update={"checkpoint": "full", "offload": offload})
 
     def around(self) -> Iterator[tuple[list[str], memory.Step]]:
         """All that knobs can be turned to: (what to write, the step with it), few changes before many."""
-        seen: set[str] = set()
-        waiting: list[tuple[dict[str, str], Any]] = [({}, self.config.memory)]
-        for turned, switches in waiting:
-            yield list(turned.values()), self.step(switches)
-            for text, other in self.knobs(switches):
+        waiting, seen = [self.config.memory], {self.config.memory.model_dump_json()}
+        for switches in waiting:
+            yield changes(self.config.memory, switches), self.step(switches)
+            for other in self.knobs(switches):
                 if (key := other.model_dump_json()) not in seen:
                     seen.add(key)
-                    waiting.append((turned | {text.split("=")[0]: text}, other))  # the last word on a key counts
+                    waiting.append(other)
 
     def way_out(self, limits: Limits, rates: flops.Rates) -> str:
         """The knobs that make it fit at the least cost, and what a step would cost more."""
@@ -157,6 +154,8 @@ class Plan:
             price, _, turned = min(possible, key=lambda one: (round(one[0], 2), one[1]))
             return f"with {' and '.join(turned)} it fits, and a step takes about {max(price, 0):.0%} longer"
         best = max(self.longest(step, limits) for _, step in self.around())
+        if not best:
+            return "nor does any with all that [memory] offers: more ranks are needed, or another parallel.zero"
         return f"with all that [memory] offers it would be {best}: more ranks (parallel.ring) are needed"
 
     def refusal(self, limits: Limits, rates: flops.Rates) -> str:
@@ -169,15 +168,38 @@ class Plan:
         if lack == "GPU":
             name, size = max(found.peak.parts.items(), key=lambda part: part[1])
             asked = f"the {found.peak.name} takes {_gb(found.device_bytes + DEVICE_BASE)} on each GPU"
-            have = f"which has {_gb(limits.device_bytes or 0)}"
+            have = f", which has {_gb(limits.device_bytes or 0)}"
         else:
             name, size = max(found.host.items(), key=lambda part: part[1])
             asked = f"{limits.processes} processes take {_gb((found.host_bytes + HOST_BASE) * limits.processes)}"
-            have = f"of host memory, the machine has {_gb(limits.host_bytes)}"
+            have = f" of host memory, the machine has {_gb(limits.host_bytes)}"
+        longest = self.longest(step, limits)
+        fits = f"The longest that fits is {longest}" if longest else "No length fits as it is"
         return (
-            f"sequence.length = {step.sequence} does not fit: {asked} {have}; most of it is {name}, {_gb(size)}. "
-            f"The longest that fits is {self.longest(step, limits)}; {self.way_out(limits, rates)}"
+            f"sequence.length = {step.sequence} does not fit: {asked}{have}; most of it is {name}, {_gb(size)}. "
+            f"{fits}; {self.way_out(limits, rates)}"
         )
+
+
+def changes(before: Any, after: Any) -> list[str]:
+    """What to write to get from one [memory] to another."""
+    texts = []
+    for key, value in after.model_dump().items():
+        if value == getattr(before, key):
+            continue
+        if key != "offload":
+            texts.append(f"memory.{key} = {value!r}")
+            continue
+        texts += [f"{kind!r} in memory.offload" for kind in value if kind not in before.offload]
+        texts += [f"no {kind!r} in memory.offload" for kind in before.offload if kind not in value]
+    return texts
+
+
+def _gigabytes(text: str) -> float:
+    """A positive number of gigabytes, from the command line; ValueError."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise ValueError
+    return number
 
 
 def _gb(size: float) -> str:
@@ -222,9 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change section.key of the file"
     )
     parser.add_argument(
-        "--device-gb", type=float, default=141.0, help="memory of a GPU, 10^9 bytes; left out: an H200's"
+        "--device-gb", type=_gigabytes, default=141.0, help="memory of a GPU, 10^9 bytes; left out: an H200's"
     )
-    parser.add_argument("--host-gb", type=float, help="memory of a machine, 10^9 bytes; left out: this one's")
+    parser.add_argument("--host-gb", type=_gigabytes, help="memory of a machine, 10^9 bytes; left out: this one's")
     arguments = parser.parse_args(argv)
     try:
         from .model import config_of
