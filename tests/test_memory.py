@@ -196,6 +196,13 @@ def test_where_no_length_fits_it_says_so():
     assert "No length fits as it is; " in said and "on each GPU, which has 10.0 GB" in said
 
 
+@pytest.mark.parametrize("word", ["nan", "-5", "0", "much"])
+def test_a_machine_has_a_positive_number_of_gigabytes(word, capsys):
+    with pytest.raises(SystemExit):
+        plan.main(["run.toml", f"--device-gb={word}"])
+    assert f"--device-gb: {word} must be a positive number of gigabytes" in capsys.readouterr().err
+
+
 def test_check_refuses_before_anything_is_allocated():
     config = config_of("sequence.length=4194304", "memory.device_gb=141")
     hf = model.config_of(config.model, config.sequence.length)

@@ -196,9 +196,13 @@ def changes(before: Any, after: Any) -> list[str]:
 
 
 def _gigabytes(text: str) -> float:
-    """A positive number of gigabytes, from the command line; ValueError."""
-    if not 0 < (number := float(text)) < math.inf:
-        raise ValueError
+    """A positive number of gigabytes, from the command line."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a positive number of gigabytes")
     return number
 
 
