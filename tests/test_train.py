@@ -123,12 +123,16 @@ def test_R114_a_step_on_cpus_without_triton(pool, texts):
 def test_R108_a_step_leaves_nothing_behind(pool, texts):
     """Without documents, because layouts and plans of the last ones are kept, and differ in size.
 
-    Less is allowed: what the worker did before may fall to the collector meanwhile.
+    Less is allowed: what the worker did before may fall to the collector meanwhile. Looked at three times, because the
+    thread that loads may hold tensors of its own just then.
     """
     whole = {"path": str(texts), "document_mask": False}
     config = training.config_of(texts, mesh=(1, 2, 1), zero=2, steps=24, data=whole)
-    for early, late in pool(2)(training.held, config, (8, 24)):
-        assert {name: late[name] for name in late if late[name] > early[name]} == {}, early
+    for early, *between, late in pool(2)(training.held, config, (8, 9, 10, 22, 23, 24)):
+        before, after = [early, *between[:2]], [*between[2:], late]
+        most = {name: max(seen[name] for seen in before) for name in early}
+        least = {name: min(seen[name] for seen in after) for name in early}
+        assert {name: least[name] for name in least if least[name] > most[name]} == {}, most
 
 
 def test_R59_without_any_label_nothing_moves(pool, texts):
