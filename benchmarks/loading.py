@@ -9,21 +9,19 @@ them, with the split of Llama 3; "tokens" are its ids in Parquet. CPU time, beca
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from provenance import ROOT, on_cpu
+
 sys.path.insert(0, str(ROOT))
 
-from train import data  # noqa: E402
-from train.config import Data, Source  # noqa: E402
-from train.data.sources import files_of  # noqa: E402
+from train import data
+from train.config import Data, Source
+from train.data.sources import files_of
 
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -94,25 +92,13 @@ def measure(section: Data, *, length: int, count: int) -> dict[str, float]:
     }
 
 
-def processor() -> str:
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{len(names)} cores, {names[0]}" if names else platform.machine()
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=131072, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=25, help="how many are measured")
     arguments = parser.parse_args()
-    ask = ["git", "describe", "--always", "--dirty"]
-    where = {
-        "command": f"python benchmarks/loading.py --length {arguments.length} --sequences {arguments.sequences}",
-        "commit": subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip(),
-        "hardware": processor(),
-        "date": datetime.date.today().isoformat(),
-    }
+    words = ["--length", str(arguments.length), "--sequences", str(arguments.sequences)]
+    where = on_cpu("loading.py", words)
     with tempfile.TemporaryDirectory() as folder:
         for kind, section in sources(Path(folder)).items():
             numbers = measure(section, length=arguments.length, count=arguments.sequences)

@@ -10,16 +10,14 @@ batches; cpu_ms is the thread's own time, which others on the machine disturb le
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import subprocess
 import sys
 import time
 from statistics import median
 
 import numpy as np
 import torch
-from loading import ROOT, processor
+from provenance import ROOT, on_cpu
 
 sys.path.insert(0, str(ROOT))
 
@@ -68,13 +66,8 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=21)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    ask = ["git", "describe", "--always", "--dirty"]
-    where = {
-        "command": f"python benchmarks/planning.py --documents {arguments.documents} --repeats {arguments.repeats}",
-        "commit": subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip(),
-        "hardware": processor(),
-        "date": datetime.date.today().isoformat(),
-    }
+    words = ["--documents", str(arguments.documents), "--repeats", str(arguments.repeats)]
+    where = on_cpu("planning.py", words)
     for ranks in (2, 8, 64):
         for kind in KINDS:
             print(json.dumps(measure(kind, arguments.documents, ranks, arguments.repeats) | where), flush=True)

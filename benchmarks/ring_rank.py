@@ -41,6 +41,7 @@ from ringflash import LAYOUTS, makespan, mask, ring, routes
 from ringflash.kernels import KERNELS, Kernel
 from ringflash.kernels.choice import choose
 from ringflash.layouts.documents import Documents
+from ringflash.needs import Rows
 
 LAYOUT_OF = {"causal": "zigzag", "documents": "balanced"}
 RINGS = {4096: (2, 8, 64), 8192: (2, 8, 64), 16384: (2, 8, 64), 32768: (2, 8, 64), 65536: (2, 8), 131072: (2, 8)}
@@ -122,7 +123,7 @@ def work(case: Case) -> Work:
     keys = keys[np.argsort(keys[:, 0])]
     new = np.append(True, keys[1:, 0] != keys[:-1].sum(1))
     joined = np.stack((keys[new, 0], np.add.reduceat(keys[:, 1], np.flatnonzero(new))), 1)
-    count, nothing = int(keys[:, 1].sum()), routes.Rows(np.zeros((0, 2), np.int64), 0)
+    count, nothing = int(keys[:, 1].sum()), Rows(np.zeros((0, 2), np.int64), 0)
     view = mask.View(views[0].lo, views[0].hi, views[0].q_segments, joined)
     visit = routes.Visit(view, True, count, (), 0, nothing, nothing, ())
     one = OneLaunch(routes.Route("keys", (0,), (visit,), (), nothing))

@@ -9,20 +9,19 @@ send: every hop that any rank needs, keys and values in whole blocks with the gr
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import subprocess
 import sys
 
 import numpy as np
 import torch
-from loading import ROOT, processor
+from provenance import ROOT, on_cpu
 
 sys.path.insert(0, str(ROOT))
 
 from ringflash import LAYOUTS
 from ringflash.arguments import Mask
-from ringflash.routes import ARRANGEMENTS, Plan, sizes_of
+from ringflash.arrangements import ARRANGEMENTS
+from ringflash.routes import Plan, sizes_of
 
 DIM = 128
 HEADS = ((32, 8), (32, 32))
@@ -80,14 +79,8 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=2**20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     given = parser.parse_args()
-    ask = ["git", "describe", "--always", "--dirty"]
-    words = " ".join(map(str, given.ranks))
-    where = {
-        "command": f"python benchmarks/travel.py --tokens {given.tokens} --ranks {words}",
-        "commit": subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip(),
-        "hardware": processor(),
-        "date": datetime.date.today().isoformat(),
-    }
+    words = ["--tokens", str(given.tokens), "--ranks", *map(str, given.ranks)]
+    where = on_cpu("travel.py", words)
     for ranks in given.ranks:
         for name, mask, layouts in cases(given.tokens):
             for layout in layouts:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import hf, reference
     from .api import Explanation, attention, explain
+    from .arrangements import ARRANGEMENTS
     from .group import Ring
     from .kernels import KERNELS
     from .layout import Layout
     from .layouts import LAYOUTS
     from .merging import merge
-    from .routes import ARRANGEMENTS
     from .suggesting import Suggestion, suggest
 
 __version__ = "0.1.0"
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ARRANGEMENTS": "routes",
+    "ARRANGEMENTS": "arrangements",
     "Explanation": "api",
     "KERNELS": "kernels",
     "LAYOUTS": "layouts",

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from . import agreement, arguments
+from .arrangements import ARRANGEMENTS
 from .fitting import AUTO, choose, work_of
 from .layout import Layout, table_of
 from .layouts import LAYOUTS
-from .routes import ARRANGEMENTS
 from .topology import ranks_per_node
 
 if TYPE_CHECKING:

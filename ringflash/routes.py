@@ -1,175 +1,28 @@
 """What travels round a ring, between which ranks, and no row that nobody needs: the hops of a call as data.
 
-A block (keys and values, or queries with what belongs to them) visits the ranks that need it; which rank gets it from
-whom is an arrangement, a few pure lines each. Every rank derives all of it alone, from layout and mask. numpy on the
+A block (keys and values, or queries with what belongs to them) visits the ranks that need it, see `needs`; which rank
+gets it from whom is one of the `arrangements`. Every rank derives all of it alone, from layout and mask. numpy on the
 host, no device, no communication. Made by `ops`, read by `ring` and `travel`.
 
-Letters: P ring size, S global sequence. A hop is a distance: at hop h ring rank r works on the block of rank r - h.
-Where the ring is cut into P / I nodes of I ranks, h = o * I + i is o nodes and i ranks within a node, each modulo its
-own count. An element is a run of tokens of one owner which the same ranks need.
+Letters: P ring size, S global sequence, E elements; hops as in `arrangements`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from .arrangements import ARRANGEMENTS, HOME, Geometry
 from .mask import Segments, View, plan_one_device, positions
+from .needs import NOBODY, Needs, Rows, needs_of
 
 UNIT_BYTES = 16  # what TMA wants of starts and strides: parts of a row of bytes begin at multiples of it
-HOME = -1  # the owner of a block, where a leg begins or its gradients end
 TRAVELLERS = {"keys": "keys and values", "queries": "queries"}
-
-
-NOBODY = np.zeros(0, np.int64)  # no elements
-
-
-class Leg(NamedTuple):
-    """The way of every block to the rank `hop` behind its owner.
-
-    parent: the leg from whose end the block comes, or HOME; sink: the one to whose end gradients go on, or HOME
-    visit: legs with one number are computed together
-    slow_in, slow_out: the block, its gradients, go from node to node while others travel inside the nodes
-    """
-
-    hop: int
-    parent: int
-    sink: int
-    visit: int
-    slow_in: bool = False
-    slow_out: bool = False
-
-
-def ring(hops: list[int], inner: int) -> list[Leg]:
-    """Each rank passes on to the next what it had itself; gradients follow one hop behind."""
-    return [Leg(hop, i - 1, i + 1 if hop != hops[-1] else HOME, i) for i, hop in enumerate(hops)]
-
-
-def double(hops: list[int], inner: int) -> list[Leg]:
-    """A ring inside every node, and one between nodes whose blocks come a whole inner round before they are used.
-
-    What begins a round is sent on to the next node at once; gradients of a round are summed inside it, and go to the
-    next node while its round runs. Source: double ring of LoongTrain, arXiv:2406.18485.
-    """
-    rounds = [[hop for hop in hops if hop // inner == o] for o in dict.fromkeys(hop // inner for hop in hops)]
-    legs: list[Leg] = []
-    head = HOME  # the leg that began the round before; round 0 begins with the rank's own block
-    for at, members in enumerate(rounds):
-        first, last, outer = len(legs), len(legs) + len(members) - 1, members[0] // inner
-        after = last + len(rounds[at + 1]) if at + 1 < len(rounds) else HOME
-        for i, hop in enumerate(members, first):
-            parent = i - 1 if i > first else (head if outer else HOME)
-            crosses = i == last and (after != HOME or outer > 0)
-            sink = i + 1 if i < last else after
-            legs.append(Leg(hop, parent, sink, i, slow_in=i == first and outer > 0, slow_out=crosses))
-        head = first if outer else HOME
-    return legs
-
-
-def gather(hops: list[int], inner: int) -> list[Leg]:
-    """Every rank gets all that it needs from its owners at once, beside its own block, and computes it in one go."""
-    return [Leg(hop, HOME, HOME, 0) for hop in hops]
-
-
-# name -> (hops in order, ranks of a node) -> legs
-ARRANGEMENTS: dict[str, Callable[[list[int], int], list[Leg]]] = {"ring": ring, "double": double, "gather": gather}
-
-
-class Geometry(NamedTuple):
-    """size: P; inner: ranks of a node, P where there is one."""
-
-    size: int
-    inner: int
-
-    def holder(self, owner: Any, hop: int) -> Any:
-        """The rank where a block stands after this hop: an int, or numpy arrays of them."""
-        return self._moved(owner, hop, 1)
-
-    def owner(self, holder: Any, hop: int) -> Any:
-        """Whose block it is that stands here after this hop."""
-        return self._moved(holder, hop, -1)
-
-    def _moved(self, rank: Any, hop: int, sign: int) -> Any:
-        node, place = rank // self.inner, rank % self.inner
-        nodes = self.size // self.inner
-        return (node + sign * (hop // self.inner)) % nodes * self.inner + (place + sign * hop) % self.inner
-
-    def ordered(self, hops: list[int], down: bool) -> list[int]:
-        """Hops in the order of visits, away from the own rank and node: blocks go up the ranks, or down."""
-        sign, nodes = (-1 if down else 1), self.size // self.inner
-        return sorted(hops, key=lambda hop: (sign * (hop // self.inner) % nodes, sign * hop % self.inner))
-
-
-class Needs(NamedTuple):
-    """The sequence in elements, ascending, and who needs them. owner, start, length: int64 [E]; seen: bool [P, E]."""
-
-    owner: np.ndarray
-    start: np.ndarray
-    length: np.ndarray
-    seen: np.ndarray
-
-    def at(self, geometry: Geometry, hop: int) -> np.ndarray:
-        """bool [E]: which elements are needed where they stand after this hop."""
-        return self.seen[geometry.holder(self.owner, hop), np.arange(len(self.owner))]
-
-    def segments(self, elements: np.ndarray) -> Segments:
-        """These elements as segments, neighbours joined."""
-        starts, ends = self.start[elements], (self.start + self.length)[elements]
-        if not len(starts):
-            return np.zeros((0, 2), np.int64)
-        breaks = np.flatnonzero(starts[1:] != ends[:-1])
-        begin, end = starts[np.concatenate(([0], breaks + 1))], ends[np.append(breaks, len(ends) - 1)]
-        return np.stack((begin, end - begin), 1)
-
-    def rows(self, part: np.ndarray, whole: np.ndarray) -> Rows:
-        """Where the tokens of the elements `part` lie among those of `whole`."""
-        counts = self.length[whole]
-        slots = np.searchsorted(whole, part)
-        begin = (np.cumsum(counts) - counts)[slots]
-        end = begin + counts[slots]
-        if not len(begin):
-            return Rows(np.zeros((0, 2), np.int64), int(counts.sum()))
-        breaks = np.flatnonzero(begin[1:] != end[:-1])
-        begin, end = begin[np.concatenate(([0], breaks + 1))], end[np.append(breaks, len(end) - 1)]
-        return Rows(np.stack((begin, end - begin), 1), int(counts.sum()))
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Some rows of a block, which has `of`. runs: int64 [n, 2] (first, count), ascending, none next to another."""
-
-    runs: np.ndarray
-    of: int
-    _made: dict = field(default_factory=dict, repr=False)
-
-    @property
-    def count(self) -> int:
-        """How many."""
-        return int(self.runs[:, 1].sum())
-
-    @property
-    def all(self) -> bool:
-        """The whole block."""
-        return self.count == self.of
-
-    @property
-    def span(self) -> slice | None:
-        """The rows as a slice; None where they are several runs."""
-        if len(self.runs) > 1:
-            return None
-        first, count = self.runs[0].tolist() if len(self.runs) else (0, 0)
-        return slice(first, first + count)
-
-    def index(self, device: torch.device) -> torch.Tensor:
-        """int64 [count] on a device, made once."""
-        if device not in self._made:
-            self._made[device] = torch.from_numpy(positions(self.runs)).to(device)
-        return self._made[device]
 
 
 class Message(NamedTuple):
@@ -373,69 +226,6 @@ class Walk:
         way = "home from" if goal == HOME else "after"
         what = f"gradients {way} hop {', '.join(str(legs[i].hop) for i in self.groups[visit])}"
         return (Trip(goal, tuple(sends), tuple(receives), leg.slow_out, what),)
-
-
-def runs_of_keys(lo: np.ndarray, hi: np.ndarray, queries: list[Segments]) -> list[np.ndarray]:
-    """The keys that each rank's queries see, int64 [n, 2] (begin, end) a rank: ascending, none next to another."""
-    parts = np.concatenate(queries)
-    owner = np.repeat(np.arange(len(queries)), [len(part) for part in queries])
-    # between two rows of a segment there is a gap where the next one begins behind the end of this one
-    gaps = np.flatnonzero(lo[1:] > hi[:-1]) + 1
-    edges = np.unique(np.concatenate((parts[:, 0], parts.sum(1), gaps)))
-    order = np.argsort(parts[:, 0], kind="stable")
-    where = order[np.searchsorted(parts[order, 0], edges[:-1], "right") - 1]
-    begin, end, owners = lo[edges[:-1]].astype(np.int64), hi[edges[1:] - 1].astype(np.int64), owner[where]
-    return [_joined(begin[owners == rank], end[owners == rank]) for rank in range(len(queries))]
-
-
-def runs_of_queries(lo: np.ndarray, hi: np.ndarray, keys: list[Segments]) -> list[np.ndarray]:
-    """The rows that see any key of each rank, as `runs_of_keys`; rows that see nothing at all may lie among them."""
-    runs = []
-    for part in keys:
-        first, end = part[:, 0].astype(hi.dtype), part.sum(1).astype(lo.dtype)  # else numpy would copy lo and hi
-        runs.append(_joined(np.searchsorted(hi, first, "right"), np.searchsorted(lo, end, "left")))
-    return runs
-
-
-def _joined(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Runs whose begins and ends never fall -> those that are not empty, joined where they touch."""
-    filled = begin < end
-    begin, end = begin[filled], end[filled]
-    if not len(begin):
-        return np.zeros((0, 2), np.int64)
-    breaks = np.flatnonzero(begin[1:] > end[:-1])
-    return np.stack((begin[np.concatenate(([0], breaks + 1))], end[np.append(breaks, len(end) - 1)]), 1)
-
-
-def needs_of(what: str, lo: np.ndarray, hi: np.ndarray, segments: list[Segments]) -> Needs:
-    """Which keys each rank needs for its queries, or which queries for its keys.
-
-    lo, hi: int32 [S], the intervals of the whole sequence; segments: of every ring rank
-    """
-    extra = NOBODY
-    if what == "queries":
-        runs = runs_of_queries(lo, hi, segments)
-        extra = np.flatnonzero(np.diff(lo < hi)) + 1
-    else:
-        runs = runs_of_keys(lo, hi, segments)
-    parts = np.concatenate(segments)
-    edges = np.unique(np.concatenate((parts[:, 0], parts.sum(1), extra, *(run.ravel() for run in runs))))
-    start = edges[:-1]
-    owners = np.repeat(np.arange(len(segments)), [len(part) for part in segments])
-    order = np.argsort(parts[:, 0], kind="stable")
-    owner = owners[order[np.searchsorted(parts[order, 0], start, "right") - 1]]
-    seen = np.stack([_inside(start, run) for run in runs])
-    if what == "queries":
-        seen &= (lo < hi)[start]
-    return Needs(owner, start, np.diff(edges), seen)
-
-
-def _inside(start: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """bool: does each element lie in a run?"""
-    if not len(runs):
-        return np.zeros(len(start), bool)
-    at = np.searchsorted(runs[:, 0], start, "right") - 1
-    return (at >= 0) & (start < runs[at, 1])
 
 
 class Sizes(NamedTuple):

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import torch
 
+from .arrangements import HOME
 from .exchange import Pending, Transport
-from .routes import HOME, UNIT_BYTES, Message, Route, Rows, Trip, Visit
+from .needs import Rows
+from .routes import UNIT_BYTES, Message, Route, Trip, Visit
 
 
 def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:

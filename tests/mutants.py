@@ -108,7 +108,7 @@ FAULTS = [
         "test_gradients_in_bf16_on_the_way_cost_what_was_measured_and_only_those_that_travel",
     ),
     Fault(
-        "the next node asked for when its round begins", "ringflash/routes.py",
+        "the next node asked for when its round begins", "ringflash/arrangements.py",
         "parent = i - 1 if i > first else (head if outer else HOME)", "parent = i - 1 if i else HOME",
         "tests/test_routes.py::test_a_double_ring_asks_for_the_next_node_a_whole_round_ahead",
     ),

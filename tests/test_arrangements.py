@@ -19,7 +19,6 @@ from worlds import on_ring, small_pieces, told
 import ringflash
 from ringflash import LAYOUTS, Ring, exchange, mask, ring, routes, ulysses
 from ringflash.kernels import eager
-from ringflash.layouts import balanced, striped
 
 SIZE = 96
 KINDS = ("causal", "full", "documents_window", "random", "past")
@@ -27,11 +26,7 @@ KINDS = ("causal", "full", "documents_window", "random", "past")
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    for module, name, value in (
-        (eager, "BLOCK_Q", 16), (eager, "BLOCK_K", 8), (eager, "SLAB", 24),
-        (striped, "MAX_STRIPE", 6), (balanced, "MAX_BLOCKS", 3),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
+    small_pieces(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")

@@ -12,22 +12,17 @@ import torch
 from masks import MASKS
 from oracle import check, inputs, want
 from test_mask import intervals_of
+from worlds import small_pieces
 
 from ringflash import LAYOUTS, exchange, mask, ring, routes
 from ringflash.kernels import eager
-from ringflash.layouts import balanced, striped
 
 SIZE = 96  # divides by 2 * P for every P below
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    """Several tiles, stripes and blocks a rank, though sequences are short."""
-    for module, name, value in (
-        (eager, "BLOCK_Q", 16), (eager, "BLOCK_K", 8), (eager, "SLAB", 24),
-        (striped, "MAX_STRIPE", 6), (balanced, "MAX_BLOCKS", 3),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
+    small_pieces(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ from masks import MASKS
 from test_mask import dense, intervals_of
 
 from ringflash import LAYOUTS, mask, routes
+from ringflash.arrangements import ARRANGEMENTS, HOME, Geometry
 from ringflash.layouts import balanced, striped
-from ringflash.routes import ARRANGEMENTS, Geometry, Plan, Sizes
+from ringflash.routes import Plan, Sizes
 
 SIZE = 96
 GEOMETRIES = [("ring", 2, 2), ("ring", 4, 4), ("double", 4, 2), ("double", 8, 4), ("double", 8, 2), ("gather", 4, 4)]
@@ -173,7 +174,7 @@ def test_a_double_ring_asks_for_the_next_node_a_whole_round_ahead():
     assert slow == [] and [(trip.visit, trip.slow) for trip in route.trips] == [(4, True), (1, False)]
     assert [message.peer for trip in route.trips for message in (*trip.sends, *trip.receives)] == [1, 1, 6, 4]
     back = [(i, trip.visit) for i, visit in enumerate(route.visits) for trip in visit.returns if trip.slow]
-    assert back == [(3, 7), (7, routes.HOME)]
+    assert back == [(3, 7), (7, HOME)]
 
 
 def test_arrangements_are_a_table_of_their_names():

@@ -15,11 +15,17 @@ from ringflash import Ring
 from ringflash.kernels import eager
 from ringflash.layouts import balanced, striped
 
+# several tiles, stripes and blocks a rank, though sequences are short
+SMALL_PIECES = (
+    (eager, "BLOCK_Q", 16), (eager, "BLOCK_K", 8), (eager, "SLAB", 24),
+    (striped, "MAX_STRIPE", 6), (balanced, "MAX_BLOCKS", 3),
+)  # fmt: skip
 
-def small_pieces() -> None:
-    """Several tiles, stripes and blocks a rank, though sequences are short. Of a worker process, for good."""
-    eager.BLOCK_Q, eager.BLOCK_K, eager.SLAB = 16, 8, 24
-    striped.MAX_STRIPE, balanced.MAX_BLOCKS = 6, 3
+
+def small_pieces(setting: Callable[[Any, str, int], None] = setattr) -> None:
+    """SMALL_PIECES, of a worker process for good; or as long as pytest's `monkeypatch.setattr` keeps them."""
+    for module, name, value in SMALL_PIECES:
+        setting(module, name, value)
 
 
 def split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,6 +6,7 @@
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ HOST_BASE = 3 * GB
 TILE, CHUNK = 4096, 1024
 """What is offered for memory.mlp_tile and memory.loss_chunk."""
 
-MEMORY_INFO, GROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Limits(NamedTuple):
@@ -48,7 +49,7 @@ class Limits(NamedTuple):
 
 def host_bytes() -> int:
     """Host memory that processes here may take together: the machine's, or less where a control group says so."""
-    total = int(MEMORY_INFO.read_text().split("MemTotal:")[1].split()[0]) * 1024
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = GROUP_LIMIT.read_text().strip() if GROUP_LIMIT.is_file() else "max"
     return total if limit == "max" else min(total, int(limit))
 

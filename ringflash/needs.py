@@ -1,0 +1,150 @@
+"""Who needs which tokens: the keys that the queries of each rank see, or the queries that see the keys of each rank.
+
+From intervals and segments alone, so every rank knows it of all. numpy on the host. Called by `routes`.
+
+Letters: P ring size, S global sequence, E elements. An element is a run of tokens of one owner which the same ranks
+need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .arrangements import Geometry
+from .mask import Segments, positions
+
+NOBODY = np.zeros(0, np.int64)  # no elements
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a block, which has `of`. runs: int64 [n, 2] (first, count), ascending, none next to another."""
+
+    runs: np.ndarray
+    of: int
+    _made: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return int(self.runs[:, 1].sum())
+
+    @property
+    def all(self) -> bool:
+        """The whole block."""
+        return self.count == self.of
+
+    @property
+    def span(self) -> slice | None:
+        """The rows as a slice; None where they are several runs."""
+        if len(self.runs) > 1:
+            return None
+        first, count = self.runs[0].tolist() if len(self.runs) else (0, 0)
+        return slice(first, first + count)
+
+    def index(self, device: torch.device) -> torch.Tensor:
+        """int64 [count] on a device, made once."""
+        if device not in self._made:
+            self._made[device] = torch.from_numpy(positions(self.runs)).to(device)
+        return self._made[device]
+
+
+class Needs(NamedTuple):
+    """The sequence in elements, ascending, and who needs them. owner, start, length: int64 [E]; seen: bool [P, E]."""
+
+    owner: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    seen: np.ndarray
+
+    def at(self, geometry: Geometry, hop: int) -> np.ndarray:
+        """bool [E]: which elements are needed where they stand after this hop."""
+        return self.seen[geometry.holder(self.owner, hop), np.arange(len(self.owner))]
+
+    def segments(self, elements: np.ndarray) -> Segments:
+        """These elements as segments, neighbours joined."""
+        starts, ends = self.start[elements], (self.start + self.length)[elements]
+        if not len(starts):
+            return np.zeros((0, 2), np.int64)
+        breaks = np.flatnonzero(starts[1:] != ends[:-1])
+        begin, end = starts[np.concatenate(([0], breaks + 1))], ends[np.append(breaks, len(ends) - 1)]
+        return np.stack((begin, end - begin), 1)
+
+    def rows(self, part: np.ndarray, whole: np.ndarray) -> Rows:
+        """Where the tokens of the elements `part` lie among those of `whole`."""
+        counts = self.length[whole]
+        slots = np.searchsorted(whole, part)
+        begin = (np.cumsum(counts) - counts)[slots]
+        end = begin + counts[slots]
+        if not len(begin):
+            return Rows(np.zeros((0, 2), np.int64), int(counts.sum()))
+        breaks = np.flatnonzero(begin[1:] != end[:-1])
+        begin, end = begin[np.concatenate(([0], breaks + 1))], end[np.append(breaks, len(end) - 1)]
+        return Rows(np.stack((begin, end - begin), 1), int(counts.sum()))
+
+
+def runs_of_keys(lo: np.ndarray, hi: np.ndarray, queries: list[Segments]) -> list[np.ndarray]:
+    """The keys that each rank's queries see, int64 [n, 2] (begin, end) a rank: ascending, none next to another."""
+    parts = np.concatenate(queries)
+    owner = np.repeat(np.arange(len(queries)), [len(part) for part in queries])
+    # between two rows of a segment there is a gap where the next one begins behind the end of this one
+    gaps = np.flatnonzero(lo[1:] > hi[:-1]) + 1
+    edges = np.unique(np.concatenate((parts[:, 0], parts.sum(1), gaps)))
+    order = np.argsort(parts[:, 0], kind="stable")
+    where = order[np.searchsorted(parts[order, 0], edges[:-1], "right") - 1]
+    begin, end, owners = lo[edges[:-1]].astype(np.int64), hi[edges[1:] - 1].astype(np.int64), owner[where]
+    return [_joined(begin[owners == rank], end[owners == rank]) for rank in range(len(queries))]
+
+
+def runs_of_queries(lo: np.ndarray, hi: np.ndarray, keys: list[Segments]) -> list[np.ndarray]:
+    """The rows that see any key of each rank, as `runs_of_keys`; rows that see nothing at all may lie among them."""
+    runs = []
+    for part in keys:
+        first, end = part[:, 0].astype(hi.dtype), part.sum(1).astype(lo.dtype)  # else numpy would copy lo and hi
+        runs.append(_joined(np.searchsorted(hi, first, "right"), np.searchsorted(lo, end, "left")))
+    return runs
+
+
+def _joined(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Runs whose begins and ends never fall -> those that are not empty, joined where they touch."""
+    filled = begin < end
+    begin, end = begin[filled], end[filled]
+    if not len(begin):
+        return np.zeros((0, 2), np.int64)
+    breaks = np.flatnonzero(begin[1:] > end[:-1])
+    return np.stack((begin[np.concatenate(([0], breaks + 1))], end[np.append(breaks, len(end) - 1)]), 1)
+
+
+def needs_of(what: str, lo: np.ndarray, hi: np.ndarray, segments: list[Segments]) -> Needs:
+    """Which keys each rank needs for its queries, or which queries for its keys.
+
+    lo, hi: int32 [S], the intervals of the whole sequence; segments: of every ring rank
+    """
+    extra = NOBODY
+    if what == "queries":
+        runs = runs_of_queries(lo, hi, segments)
+        extra = np.flatnonzero(np.diff(lo < hi)) + 1
+    else:
+        runs = runs_of_keys(lo, hi, segments)
+    parts = np.concatenate(segments)
+    edges = np.unique(np.concatenate((parts[:, 0], parts.sum(1), extra, *(run.ravel() for run in runs))))
+    start = edges[:-1]
+    owners = np.repeat(np.arange(len(segments)), [len(part) for part in segments])
+    order = np.argsort(parts[:, 0], kind="stable")
+    owner = owners[order[np.searchsorted(parts[order, 0], start, "right") - 1]]
+    seen = np.stack([_inside(start, run) for run in runs])
+    if what == "queries":
+        seen &= (lo < hi)[start]
+    return Needs(owner, start, np.diff(edges), seen)
+
+
+def _inside(start: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    """bool: does each element lie in a run?"""
+    if not len(runs):
+        return np.zeros(len(start), bool)
+    at = np.searchsorted(runs[:, 0], start, "right") - 1
+    return (at >= 0) & (start < runs[at, 1])
