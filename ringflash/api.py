@@ -52,10 +52,10 @@ def attention(
         torch.use_deterministic_algorithms is on
     rotate: what travels in the backward of a ring: "keys" and values with their gradients, "queries" with theirs, or
         "auto": whichever moves fewer bytes for these heads, types and this mask
-    sinks: [H], any float type: a logit of each query head, not multiplied by scale, that is one more key of every
-        query, with value 0; lse has it in it, and a query that sees no key has lse = sink. Its gradient is that of
-        this rank's queries, so parameters are summed over ranks, as all are. A call with sinks starts from a state in
-        fp32, 4 bytes an element of out
+    sinks: [H], any float type, finite, or -inf for none: a logit of each query head, not multiplied by scale, that is
+        one more key of every query, with value 0; lse has it in it, and a query that sees no key has lse = sink. Its
+        gradient is that of this rank's queries, so parameters are summed over ranks, as all are. A call with sinks
+        starts from a state in fp32, 4 bytes an element of out
     softcap: scores s become softcap * tanh(s / softcap), s with scale in it, before the mask; kernels eager and triton
     returns out [B, L, H, D] in the input's type, or (out, lse)
 
