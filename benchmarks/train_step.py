@@ -7,7 +7,8 @@ python benchmarks/train_step.py --against docs/results/train_step.jsonl      # m
 
 Tokens and weights are random. `--optimizer none` is the model alone, whose gradients stay in its own type; otherwise
 DeepSpeed is there as in a run. Seconds are those of the last step; attention's are taken with events around the
-ring's forward and backward, `--warm` runs a step before, of so many tokens, or of as many as the measured one.
+ring's forward and backward, and told on stderr as they come; `--warm` runs a step before, of so many tokens, or of as
+many as the measured one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +29,10 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+BEGAN = time.perf_counter()
+
 import torch  # noqa: E402
+from spans import Spans  # noqa: E402
 
 import ringflash  # noqa: E402
 from train import flops, memory, model, plan, world  # noqa: E402
@@ -95,7 +98,8 @@ def predicted(asked: argparse.Namespace, config: Config, device: torch.device) -
     planned = plan.Plan(config, hf, 1, updates=asked.optimizer != "none")
     rates = flops.RATES["H200"]
     room = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
-    limits = plan.Limits(room, plan.host_bytes(), 1)
+    host = plan.host_bytes() if asked.host_gb is None else round(asked.host_gb * plan.GB)
+    limits = plan.Limits(room, host, 1)
     if not asked.force and (refusal := planned.refusal(limits, rates)):
         raise ValueError(refusal)
     found, times = memory.predict(planned.sizes, planned.step()), planned.seconds(planned.step(), rates)
@@ -107,43 +111,6 @@ def predicted(asked: argparse.Namespace, config: Config, device: torch.device) -
     }  # fmt: skip
 
 
-class Attention:
-    """The seconds that the device spends in the ring, forward and backward."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._spans = device, {"forward": [], "backward": []}
-
-    def watched(self, name: str) -> Callable[..., Any]:
-        """`ringflash.ring.<name>` between two events."""
-        run = getattr(ringflash.ring, name)
-
-        def timed(*args: Any, **options: Any) -> Any:
-            begun = self._now()
-            result = run(*args, **options)
-            self._spans[name].append((begun, self._now()))
-            return result
-
-        return timed
-
-    def _now(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self) -> dict[str, float]:
-        """Once the device is done: of all calls together, and forget them."""
-        total = {}
-        for name, spans in self._spans.items():
-            on_cpu = self._device.type == "cpu"
-            total[f"attention_{name}_s"] = round(
-                sum(end - begun if on_cpu else begun.elapsed_time(end) / 1e3 for begun, end in spans), 4
-            )
-            spans.clear()
-        return total
-
-
 class Step:
     """What is stepped: the model under its engine, or alone."""
 
@@ -153,6 +120,16 @@ class Step:
         batch = config.batch(1)
         self._model = model.build(config, joined.device, cutter(config, batch) if updates else None)
         self._engine = Engine(self._model, config, batch, joined) if updates else None
+
+    def reserve(self, length: int) -> None:
+        """Take host memory for steps of so many tokens."""
+        self._coming = self._model.reserve(length, self._world.device)
+
+    def settle(self) -> None:
+        """Once all that was begun before is done, host memory is there too."""
+        for coming in self._coming:
+            coming.result()
+        self._world.settle()
 
     def __call__(self, length: int) -> dict[str, float]:
         """One step on random tokens. Returns its seconds and those of its parts."""
@@ -187,23 +164,32 @@ class Step:
         times.append(time.perf_counter())
 
 
+def lap(ready: dict[str, float], name: str) -> None:
+    """Note what passed since the parts before."""
+    ready[name] = round(time.perf_counter() - BEGAN - sum(ready.values()), 2)
+    print(f"{name}: {ready[name]} s", file=sys.stderr, flush=True)
+
+
 def measure(asked: argparse.Namespace, config: Config, joined: world.World) -> dict[str, Any]:
     """The row, without where it comes from."""
-    device = joined.device
-    began = time.perf_counter()
+    device, ready = joined.device, {"imports_and_world": time.perf_counter() - BEGAN}
     step = Step(config, joined, updates=asked.optimizer != "none")
+    step.reserve(asked.length)
+    lap(ready, "model")
     shape = flops.describe(model.config_of(config.model, asked.length))
-    attention = Attention(device)
-    watched = {name: attention.watched(name) for name in ("forward", "backward")}
-    with patch.multiple(ringflash.ring, **watched):
+    spans = Spans(device)
+    with patch.multiple(ringflash.ring, **spans.watched()):
         if asked.warm is not None:
+            spans.begin()
             step(asked.warm or asked.length)
-            attention.seconds()
-        ready_s = time.perf_counter() - began
+        lap(ready, "warm")
+        step.settle()
+        lap(ready, "host_memory")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        spans.begin()
         times = step(asked.length)
-    spent = attention.seconds()
+    spent = spans.seconds()
     counted = flops.step_flops(shape, [asked.length])
     peak, _ = flops.peak_tflops(torch.cuda.get_device_name() if device.type == "cuda" else "cpu", asked.dtype, None)
     seconds, total = times["seconds"], sum(counted)
@@ -215,11 +201,12 @@ def measure(asked: argparse.Namespace, config: Config, joined: world.World) -> d
         "attention_share_of_flops": round(counted.attention / total, 4),
         "attention_share_of_time": round(sum(spent.values()) / seconds, 4),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "ready_s": round(ready_s, 2),
+        "ready_s": ready,
     }
     if device.type == "cuda":
         row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
         row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        row["allocation_retries"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
         row["device_bytes"] = torch.cuda.mem_get_info(device)[1]
     return row
 
@@ -275,6 +262,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--warm", type=int, nargs="?", const=0, metavar="TOKENS", help="a step before, of so many tokens"
     )
+    parser.add_argument("--host-gb", type=float, help="memory of this machine, 10^9 bytes, where it does not say all")
     parser.add_argument("--force", action="store_true", help="try what cannot fit")
     parser.add_argument("--against", type=Path, metavar="FILE", help="only compare the rows of FILE with predictions")
     parser.add_argument("--commit", help="where the checkout has no history")

@@ -59,11 +59,14 @@ SWITCHES = [
 ]
 
 
+@pytest.mark.parametrize("reserved", [False, True], ids=["", "reserved"])
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_every_switch_gives_the_same_bits_in_every_step(switches, monkeypatch):
+def test_every_switch_gives_the_same_bits_in_every_step(switches, reserved, monkeypatch):
     lanes = []
     monkeypatch.setattr(checkpointing, "Lane", lambda: lanes.append(offload.Lane()) or lanes[-1])
     trained = trained_model(**switches)
+    if reserved:
+        trained.reserve(training.LENGTH, torch.device("cpu"))
     want_loss, want = plain()
     taken = []
     for _ in range(2):

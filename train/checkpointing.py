@@ -8,6 +8,7 @@ attention's (out, lse). Both come back with the bits that they had. Called by `m
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -17,21 +18,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from .config import Memory
+from .memory import FLOAT, Sizes
 from .offload import Away, Lane
 
 Layer = Callable[[Tensor], Tensor]
 
 
-def set_checkpointing(model: Any, memory: Memory) -> None:
-    """Recompute the layers of a model of transformers in the backward, as [memory] says."""
+def set_checkpointing(model: Any, memory: Memory) -> Layers | None:
+    """Recompute the layers of a model of transformers in the backward, as [memory] says; None if it says no."""
     if memory.checkpoint == "none":
-        return
+        return None
     # the name of newer versions of transformers, and of older ones
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     layers = Layers(memory)
     for index, layer in enumerate(model.get_decoder().layers):
         layer._gradient_checkpointing_func = partial(layers.run, index)
+    return layers
 
 
 class Layers:
@@ -43,6 +46,17 @@ class Layers:
         self._hidden = Lane() if "activations" in memory.offload else None
         self._attention = Lane() if "attention" in memory.offload else None
         self._below: States | None = None
+
+    def reserve(self, sizes: Sizes, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Future[None]]:
+        """Take the host memory for a forward pass of so many tokens beside the caller. See `Lane.reserve`."""
+        coming = []
+        if self._hidden is not None:
+            kept = -(-sizes.layers // self._every)
+            coming.append(self._hidden.reserve([tokens * sizes.width * dtype.itemsize], kept, device))
+        if self._attention is not None:
+            out, lse = tokens * sizes.query_width * dtype.itemsize, tokens * sizes.heads * FLOAT
+            coming.append(self._attention.reserve([out, lse], sizes.layers, device))
+        return coming
 
     def run(self, index: int, layer: Layer, hidden: Tensor) -> Tensor:
         """Layer `index` on hidden states [B, L, E]; what it computes is computed again in the backward."""
@@ -124,7 +138,7 @@ class Attention:
     def of(self, call: int, *, last: bool) -> tuple[Tensor, Tensor]:
         """Of the call with this number. last: they are not asked for again."""
         kept = self._kept[call]
-        out, lse = kept.get() if isinstance(kept, Away) else kept
+        out, lse = kept.get(upwards=not last) if isinstance(kept, Away) else kept
         if last:
             self._kept[call] = None
         return out.detach(), lse.detach()

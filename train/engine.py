@@ -83,8 +83,8 @@ class Engine:
         return whole
 
     @property
-    def module(self) -> nn.Module:
-        """The model itself; its parameters are partitioned at ZeRO 3."""
+    def module(self) -> Any:
+        """The model itself, as it was given; its parameters are partitioned at ZeRO 3."""
         return self._engine.module
 
     def backward(self, loss_sum: Tensor, *, valid_targets: int) -> None:

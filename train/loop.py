@@ -77,6 +77,7 @@ def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_p
     engine = build_engine(config, world, filled=not holds_all(chosen, config))
     if config.train.trainable == "lora":
         shape = shape.with_adapters(model.num_trained(engine.module))
+    engine.module.reserve(batch.micro_batch * length // config.sequence_parallel, world.device)
     windows = data.Windows(sequences, batch, data_rank=world.data_rank, data_size=world.data_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     peak, missing = flops.peak_tflops(name, config.model.dtype, config.metrics.peak_tflops)

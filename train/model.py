@@ -8,6 +8,7 @@ Letters: B batch, L local tokens.
 import copy
 import difflib
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 import ringflash
 
 from . import lora, weights
-from .checkpointing import set_checkpointing
+from .checkpointing import Layers, set_checkpointing
 from .config import MODEL_REFUSED, Config, Model, Rope
 from .loss import LossHead
+from .memory import sizes_of
 from .tiling import set_tiles
 
 ATTENTION = "ring"
@@ -36,11 +38,23 @@ class RingModel(nn.Module):
     """A causal language model that turns this rank's tokens into the sum of their losses.
 
     decoder: a model of transformers whose output embedding is a `LossHead`
+    layers: what `set_checkpointing` made of its layers
     """
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, decoder: nn.Module, layers: Layers | None = None) -> None:
         super().__init__()
         self.decoder: Any = decoder
+        self._layers = layers
+
+    def reserve(self, tokens: int, device: torch.device) -> list[Future[None]]:
+        """Begin to take the host memory that [memory] needs for a step, so that the first one need not.
+
+        tokens: of a forward pass of this rank
+        returns what is done when it is there
+        """
+        if self._layers is None:
+            return []
+        return self._layers.reserve(sizes_of(self.decoder.config), tokens, self.decoder.dtype, device)
 
     def forward(self, ids: Tensor, labels: Tensor | None, layout: ringflash.Layout, *, each: bool = False) -> Any:
         """ids, labels: int64 [B, L], this rank's part by `layout`, labels shifted before the cut.
@@ -125,7 +139,7 @@ def build(
     )
     if config.train.trainable == "lora":
         lora.add(model, config.lora)
-    set_checkpointing(model, config.memory)
+    layers = set_checkpointing(model, config.memory)
     if config.memory.mlp_tile is not None:
         set_tiles(model, config.memory.mlp_tile)
     model.set_output_embeddings(LossHead(model.get_output_embeddings().weight, config.memory.loss_chunk))
@@ -139,7 +153,7 @@ def build(
         weights.check_folder(folder, model)
         fill = weights.fill_from(folder, model)
     weights.materialize(model, device, fill, cut)
-    return RingModel(model).train()
+    return RingModel(model, layers).train()
 
 
 def num_trained(model: nn.Module) -> int:

@@ -7,9 +7,11 @@ turn. Called by `checkpointing`.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ class Lane:
 
     away = lane.put(tensors)        # the copy starts; the device lets go of them once the next are put
     tensors = away.get()            # they are back, and those that were put before them are on their way
+    lane.reserve([num_bytes], 32, device)       # before the first of 32, so that no step waits for it
 
     num_bytes: of host memory that it has taken so far
     """
@@ -27,6 +30,9 @@ class Lane:
     def __init__(self) -> None:
         self.num_bytes = 0
         self._free: dict[int, list[Tensor]] = {}
+        self._locked: list[Tensor] = []
+        weakref.finalize(self, _unlock, self._locked).atexit = False  # a process that ends need not
+        self._coming: dict[int, Future[None]] = {}
         self._stream: torch.cuda.Stream | None = None
         self._last: Away | None = None
         self._before: weakref.ref[Away] | None = None
@@ -38,17 +44,45 @@ class Lane:
         device = tensors[0].device
         if device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device)
+        before = self._before() if self._before is not None else None
         away = Away(self, [x.detach() for x in tensors], self._before)
+        if before is not None:
+            before.after = weakref.ref(away)
         self._last, self._before = away, weakref.ref(away)
         return away
 
+    def reserve(self, sizes: Sequence[int], count: int, device: torch.device) -> Future[None]:
+        """Take the host memory of `count` entries, each of tensors of so many bytes, in a thread beside the caller.
+
+        To lock a page costs as much as to write it, and a GPU may have to rest meanwhile. Returns when it is there;
+        what fails is raised by that, and by the first `put` that needs it.
+        """
+
+        def work() -> None:
+            for _ in range(count):
+                for num_bytes in sizes:
+                    self._free.setdefault(num_bytes, []).append(self._new(num_bytes, device))
+
+        pool = ThreadPoolExecutor(1)
+        done = pool.submit(work)
+        pool.shutdown(wait=False)
+        self._coming |= dict.fromkeys(sizes, done)
+        return done
+
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Host memory for that many bytes, uint8: used before, or new."""
+        """Host memory for that many bytes, uint8: used before, or new. Raises: RuntimeError, see `reserve`."""
         free = self._free.setdefault(num_bytes, [])
-        if free:
-            return free.pop()
+        if not free and num_bytes in self._coming:
+            self._coming[num_bytes].result()
+        return free.pop() if free else self._new(num_bytes, device)
+
+    def _new(self, num_bytes: int, device: torch.device) -> Tensor:
         self.num_bytes += num_bytes
-        return _host_memory(num_bytes, locked=device.type == "cuda")
+        buffer = _host_memory(num_bytes)
+        if device.type == "cuda" and num_bytes:
+            _lock(buffer, device)
+            self._locked.append(buffer)
+        return buffer
 
     def give_back(self, buffers: Sequence[Tensor]) -> None:
         """The next `take` may have them. What was started on the stream of copies is done before what follows there."""
@@ -81,6 +115,7 @@ class Away:
         self._device = tensors[0].device
         self._shapes = [(x.shape, x.dtype) for x in tensors]
         self._buffers = [lane.take(x.nbytes, self._device) for x in tensors]
+        self.after: weakref.ref[Away] | None = None
         weakref.finalize(self, lane.give_back, self._buffers)
         self._here: list[Tensor] | None = tensors  # on the device, perhaps under way to it or from it
         self._moved = lane.copy(list(zip(self._hosts(), tensors, strict=True)), self._device)
@@ -107,33 +142,49 @@ class Away:
             self._here = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._shapes]
             self._moved = self._lane.copy(list(zip(self._here, self._hosts(), strict=True)), self._device)
 
-    def get(self) -> list[Tensor]:
-        """The tensors on the device; those that were put before them start on their way. Afterwards it holds none."""
+    def get(self, *, upwards: bool = False) -> list[Tensor]:
+        """The tensors on the device; those that were put before them start on their way. Afterwards it holds none.
+
+        upwards: those that were put after them, which are needed next
+        """
         self._lane.forget(self)
         self.fetch()
         self._wait()
         assert self._here is not None
         tensors, self._here = self._here, None
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            before.fetch()
+        there = self.after if upwards else self._before
+        following = there() if there is not None else None
+        if following is not None:
+            following.fetch()
         return tensors
 
 
-def _host_memory(num_bytes: int, *, locked: bool) -> Tensor:
+def _host_memory(num_bytes: int) -> Tensor:
+    """uint8, in large pages where there are such."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # of a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _lock(buffer: Tensor, device: torch.device) -> None:
     """Page-locked by hand: torch's own allocator rounds sizes up to powers of two, which at 9 GB a layer is too much.
 
     Raises: RuntimeError if the machine locks no more.
     """
-    if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    if locked:
-        buffer.zero_()  # by many threads, where locking would touch the pages by one
-        runtime = torch.cuda.cudart()
-        result = runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
-        if result != runtime.cudaError.success:
-            raise RuntimeError(f"{num_bytes / 2**30:.2f} GiB of host memory cannot be page-locked: {result}")
-    return buffer
+    buffer.zero_()  # by many threads, where locking would touch the pages by one
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):  # a thread begins on the first GPU
+        result = runtime.cudaHostRegister(buffer.data_ptr(), len(buffer), 0)
+    if result != runtime.cudaError.success:
+        raise RuntimeError(f"{len(buffer) / 2**30:.2f} GiB of host memory cannot be page-locked: {result}")
+
+
+def _unlock(buffers: list[Tensor]) -> None:
+    """Before they are given back: the same addresses may be locked again."""
+    if buffers:
+        torch.cuda.synchronize()
+    for buffer in buffers:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
