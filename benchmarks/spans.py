@@ -1,35 +1,59 @@
-"""Where a step is and how long its attention takes, on a GPU without holding the host. For train_step.py."""
+"""Where a step is and how long attention and loss take, on a GPU without holding the host. For train_step.py."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
-import ringflash
+from ringflash import ring
+from train import loss
+
+
+class Watched(NamedTuple):
+    """A function whose calls are timed: what it is of, its name, and whether it is a method without self."""
+
+    what: str
+    owner: Any
+    name: str
+    is_static: bool
+
+
+WATCHED = [
+    Watched(what, owner, name, is_static)
+    for what, owner, is_static in (("attention", ring, False), ("loss", loss._LossSum, True))
+    for name in ("forward", "backward")
+]
 
 
 class Spans:
-    """The seconds that the device spends in the ring, forward and backward, told call by call as they end.
+    """The seconds that the device spends in what is `WATCHED`, told call by call as they end.
 
-    with patch.multiple(ringflash.ring, **spans.watched()): ...
+    with spans.watching(): ...
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spans: dict[str, list[tuple[Any, Any]]] = {"forward": [], "backward": []}
+        self._spans: dict[str, list[tuple[Any, Any]]] = {f"{one.what}_{one.name}": [] for one in WATCHED}
         self._begun: Any = None
         self._ended: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._tell, daemon=True).start()
 
-    def watched(self) -> dict[str, Callable[..., Any]]:
-        """`ringflash.ring.forward` and `backward` between two events."""
-        return {name: self._timed(name, getattr(ringflash.ring, name)) for name in self._spans}
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, calls are timed."""
+        with contextlib.ExitStack() as stack:
+            for one in WATCHED:
+                run: Any = self._timed(f"{one.what}_{one.name}", getattr(one.owner, one.name))
+                stack.enter_context(patch.object(one.owner, one.name, staticmethod(run) if one.is_static else run))
+            yield
 
     def _timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
@@ -51,8 +75,7 @@ class Spans:
     def seconds(self) -> dict[str, float]:
         """Once the device is done: of all calls together."""
         return {
-            f"attention_{name}_s": round(sum(self._between(*span) for span in spans), 4)
-            for name, spans in self._spans.items()
+            f"{name}_s": round(sum(self._between(*span) for span in spans), 4) for name, spans in self._spans.items()
         }
 
     def _now(self) -> Any:
@@ -72,4 +95,4 @@ class Spans:
             if self._device.type == "cuda":
                 ended.synchronize()
             since, took = self._between(self._begun, ended), self._between(begun, ended)
-            print(f"{since:8.2f} s: {name} {call} of attention took {took:.3f} s", file=sys.stderr, flush=True)
+            print(f"{since:8.2f} s: {name.replace('_', ' ')} {call} took {took:.3f} s", file=sys.stderr, flush=True)

@@ -7,8 +7,8 @@ python benchmarks/train_step.py --against docs/results/train_step.jsonl      # m
 
 Tokens and weights are random. `--optimizer none` is the model alone, whose gradients stay in its own type; otherwise
 DeepSpeed is there as in a run. Seconds are those of the last step; attention's are taken with events around the
-ring's forward and backward, and told on stderr as they come; `--warm` runs a step before, of so many tokens, or of as
-many as the measured one.
+ring's forward and backward, and told on stderr as they come; so is the loss. `--warm` runs a step before, of so many
+tokens, or of as many as the measured one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import resource
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -32,6 +32,8 @@ sys.path.insert(0, str(ROOT))
 BEGAN = time.perf_counter()
 
 import torch  # noqa: E402
+from profiling import maybe  # noqa: E402
+from ring_share import Share  # noqa: E402
 from spans import Spans  # noqa: E402
 
 import ringflash  # noqa: E402
@@ -61,8 +63,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def config_of(asked: argparse.Namespace) -> Config:
-    """The configuration of a run that these words ask for. Raises: ConfigError."""
+def config_of(asked: argparse.Namespace, *, whole: bool = False) -> Config:
+    """The configuration of a run that these words ask for. Raises: ConfigError.
+
+    whole: of all ranks of --ring, where otherwise it is that of one rank's tokens alone
+    """
     table = dict(SHAPES[asked.shape])
     architecture = table.pop("architecture")
     if asked.layers is not None:
@@ -81,21 +86,25 @@ def config_of(asked: argparse.Namespace) -> Config:
         {
             "model": {"architecture": architecture, "dtype": asked.dtype, "config": table},
             "data": {"path": "stdlib"},
-            "sequence": {"length": asked.length, "layout": "contiguous"},
-            "parallel": {"ring": 1, "zero": asked.zero},
+            "sequence": {
+                "length": asked.length if whole else asked.length // asked.ring,
+                "layout": "zigzag" if whole else "contiguous",
+            },
+            "parallel": {"ring": asked.ring if whole else 1, "zero": asked.zero},
             "optimizer": {"name": "adamw" if asked.optimizer == "none" else asked.optimizer, "lr": 1e-5},
             "train": {"name": "step", "steps": 1, "self_test": False},
             "memory": memory,
             "metrics": {"wandb": "disabled"},
-            "launch": {"processes_per_node": 1},
+            "launch": {"processes_per_node": asked.ring if whole else 1},
         }
     )
 
 
-def predicted(asked: argparse.Namespace, config: Config, device: torch.device) -> dict[str, Any]:
+def predicted(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """What `train.memory` and `train.flops` say of the step. Raises: ValueError if it cannot fit, unless forced."""
+    config = config_of(asked, whole=True)
     hf = model.config_of(config.model, asked.length)
-    planned = plan.Plan(config, hf, 1, updates=asked.optimizer != "none")
+    planned = plan.Plan(config, hf, asked.ring, updates=asked.optimizer != "none")
     rates = flops.RATES["H200"]
     room = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
     host = plan.host_bytes() if asked.host_gb is None else round(asked.host_gb * plan.GB)
@@ -170,45 +179,67 @@ def lap(ready: dict[str, float], name: str) -> None:
     print(f"{name}: {ready[name]} s", file=sys.stderr, flush=True)
 
 
-def measure(asked: argparse.Namespace, config: Config, joined: world.World) -> dict[str, Any]:
+def measure(
+    asked: argparse.Namespace, config: Config, joined: world.World, share: Share | None
+) -> dict[str, Any]:  # fmt: skip
     """The row, without where it comes from."""
     device, ready = joined.device, {"imports_and_world": time.perf_counter() - BEGAN}
     step = Step(config, joined, updates=asked.optimizer != "none")
-    step.reserve(asked.length)
+    step.reserve(config.sequence.length)
     lap(ready, "model")
-    shape = flops.describe(model.config_of(config.model, asked.length))
+    shape, length = flops.describe(model.config_of(config.model, asked.length)), config.sequence.length
     spans = Spans(device)
-    with patch.multiple(ringflash.ring, **spans.watched()):
+    with share.taken() if share else nullcontext(), spans.watching():
         if asked.warm is not None:
             spans.begin()
-            step(asked.warm or asked.length)
+            step(asked.warm or length)
         lap(ready, "warm")
         step.settle()
         lap(ready, "host_memory")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         spans.begin()
-        times = step(asked.length)
+        with maybe(device, asked.profile) as profile:
+            before = share.transport.num_bytes if share else 0
+            times = step(length)
     spent = spans.seconds()
     counted = flops.step_flops(shape, [asked.length])
+    counted = counted._replace(**{name: size // asked.ring for name, size in counted._asdict().items()})
     peak, _ = flops.peak_tflops(torch.cuda.get_device_name() if device.type == "cuda" else "cpu", asked.dtype, None)
     seconds, total = times["seconds"], sum(counted)
     row = {key: round(value, 4) for key, value in times.items()} | spent
     row |= {
-        "tokens_per_s": round(asked.length / seconds, 2),
+        "tokens_per_s": round(length / seconds, 2),
         "model_tflops": round(total / seconds / 1e12, 2),
         "mfu_causal": round(total / seconds / 1e12 / peak, 4) if peak else None,
         "attention_share_of_flops": round(counted.attention / total, 4),
-        "attention_share_of_time": round(sum(spent.values()) / seconds, 4),
+        "attention_share_of_time": round((spent["attention_forward_s"] + spent["attention_backward_s"]) / seconds, 4),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "ready_s": ready,
     }
+    if share:
+        row |= whole_ring(asked, config, row, share.transport.num_bytes - before)
+    if profile is not None:
+        row["profile"] = profile.summary()
     if device.type == "cuda":
         row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
         row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
         row["allocation_retries"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
         row["device_bytes"] = torch.cuda.mem_get_info(device)[1]
     return row
+
+
+def whole_ring(asked: argparse.Namespace, config: Config, row: dict[str, Any], received: int) -> dict[str, Any]:
+    """What one rank's step says of a ring whose model has all layers: loss once, the rest by the layer."""
+    layers, every = config.model.config["num_hidden_layers"], SHAPES[asked.shape]["num_hidden_layers"]
+    loss = row["loss_forward_s"] + row["loss_backward_s"]
+    hidden = loss + (row["seconds"] - loss) * every / layers
+    bytes_of_all = received * every / layers
+    none_hidden = hidden + bytes_of_all / (asked.link_gb_per_s * 1e9)
+    return {
+        "received_bytes": received, "layers_of_ring": every, "link_gb_per_s": asked.link_gb_per_s,
+        "ring_seconds_all_hidden": round(hidden, 2), "ring_seconds_none_hidden": round(none_hidden, 2),
+    }  # fmt: skip
 
 
 def against(path: Path) -> list[str]:
@@ -220,7 +251,7 @@ def against(path: Path) -> list[str]:
     for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         asked = parsed(shlex.split(row["command"])[2:])
         asked.force = True
-        now = predicted(asked, config_of(asked), torch.device("cpu"))
+        now = predicted(asked, torch.device("cpu"))
         usual = Memory().model_dump()
         switches = ", ".join(f"{key} = {value}" for key, value in row["memory"].items() if value != usual[key])
         pairs = [
@@ -251,6 +282,9 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of the shape, left out: all")
     parser.add_argument("--length", type=int, default=131072, help="tokens")
     parser.add_argument("--window", type=int, help="keys that a query sees, left out: all before it")
+    parser.add_argument("--ring", type=int, default=1, metavar="P", help="take one rank's part of a ring of P alone")
+    parser.add_argument("--ring-rank", type=int, default=0, metavar="R", help="which one; its blocks are here")
+    parser.add_argument("--link-gb-per-s", type=float, default=450.0, help="10^9 bytes a second that reach a rank")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--zero", type=int, choices=range(4), default=1, help="ZeRO stage, with an optimizer")
     parser.add_argument("--optimizer", choices=("none", "adamw", "sgd"), default="none")
@@ -263,6 +297,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
         "--warm", type=int, nargs="?", const=0, metavar="TOKENS", help="a step before, of so many tokens"
     )
     parser.add_argument("--host-gb", type=float, help="memory of this machine, 10^9 bytes, where it does not say all")
+    parser.add_argument("--profile", action="store_true", help="add what PyTorch's profiler saw of the step, by kind")
     parser.add_argument("--force", action="store_true", help="try what cannot fit")
     parser.add_argument("--against", type=Path, metavar="FILE", help="only compare the rows of FILE with predictions")
     parser.add_argument("--commit", help="where the checkout has no history")
@@ -292,16 +327,22 @@ def main(words: list[str]) -> int:
 
 def run(asked: argparse.Namespace, words: list[str]) -> None:
     """What `main` does."""
-    config = config_of(asked)
+    config, share = config_of(asked), None
+    if asked.ring > 1:
+        if asked.optimizer != "none":
+            raise ValueError(
+                f"--ring {asked.ring} is one rank alone, without --optimizer {asked.optimizer}: leave it out"
+            )
+        share = Share(asked.ring, asked.ring_rank, asked.length, asked.window)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
     with world.start(config, world.Place.from_environment()) as joined:
-        row = {key: getattr(asked, key) for key in ("shape", "length", "window", "dtype", "optimizer")}
+        row = {key: getattr(asked, key) for key in ("shape", "length", "ring", "window", "dtype", "optimizer")}
         row |= {
             "layers": config.model.config["num_hidden_layers"],
             "zero": asked.zero if asked.optimizer != "none" else None,
         }
-        row |= {"memory": config.memory.model_dump()} | predicted(asked, config, joined.device)
-        row |= measure(asked, config, joined) | where(words, asked.commit)
+        row |= {"memory": config.memory.model_dump()} | predicted(asked, joined.device)
+        row |= measure(asked, config, joined, share) | where(words, asked.commit)
         print(json.dumps(row), flush=True)
 
 

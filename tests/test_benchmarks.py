@@ -20,6 +20,7 @@ import attention  # noqa: E402
 import bars  # noqa: E402
 import contenders  # noqa: E402
 import planning  # noqa: E402
+import profiling  # noqa: E402
 import traffic  # noqa: E402
 import train_step  # noqa: E402
 import tune  # noqa: E402
@@ -416,6 +417,58 @@ def test_a_training_step_is_measured():
     assert row["tokens_per_s"] == pytest.approx(64 / row["seconds"], rel=1e-2)
     assert row["predicted_peak_bytes"] == sum(row["predicted_peak"]["parts"].values()) > 0
     assert row["predicted_host_bytes"] == 64 * 64 * 4 and row["predicted_seconds"] > 0
+    assert "attention backward 1 took" in done.stderr and "loss forward 1 took" in done.stderr
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """What a run writes into the environment goes with the test."""
+    for name in ("LOCAL_RANK", "DS_ACCELERATOR", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, {"LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}.get(name, "expandable_segments:True"))
+
+
+def step_row(capsys, words):
+    assert train_step.main(words.split()) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("place")
+def test_one_rank_of_a_ring_is_measured(capsys):
+    row = step_row(capsys, "--dry-run --ring 2 --ring-rank 1 --warm 10 --profile --commit abc")
+    # rank 1 of 2 has the middle of the sequence: it needs half of the other's 32 tokens, and 16 come home with dk, dv
+    keys = 2 * 16 * 2 * 4
+    assert row["received_bytes"] == 2 * 16 * keys * (1 + 1 + 1 + 1)
+    assert row["ring_seconds_none_hidden"] >= row["ring_seconds_all_hidden"] > 0 and row["layers_of_ring"] == 2
+    assert row["loss"] == pytest.approx(5.6, abs=0.3)
+    profile = row["profile"]
+    assert profile["kinds_s"]["attention forward"] > 0 and profile["span_s"] == pytest.approx(row["seconds"], rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--ring 2 --ring-rank 2", "--ring-rank 2 must be one of 0 to 1"),
+        ("--ring 3", "--length 64 must divide by 6, twice --ring"),
+        ("--ring 2 --optimizer sgd", "--ring 2 is one rank alone, without --optimizer sgd: leave it out"),
+    ],
+)
+def test_a_share_that_is_none_is_refused(capsys, words, said):
+    assert train_step.main(["--dry-run", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_profile_counts_each_moment_once():
+    events = [
+        profiling.Event("attend", 0, 100), profiling.Event("Memcpy DtoH (Device -> Pinned)", 50, 120),
+        profiling.Event("nvjet_hsh_128x256", 130, 200), profiling.Event("nvjet_hsh_128x256", 200, 230),
+        profiling.Event("all_gradients", 300, 400),
+    ]  # fmt: skip
+    found = profiling.summary(events)
+    assert (found["span_s"], found["idle_s"], found["copies_alone_s"]) == (400e-9, 80e-9, 20e-9)
+    kinds = {kind: round(seconds * 1e9) for kind, seconds in found["kinds_s"].items() if seconds}
+    assert kinds == {"copies to the host": 70, "attention forward": 100, "matrix products": 100,
+                     "attention backward": 100}  # fmt: skip
+    assert {"name": "nvjet_hsh_128x256", "kind": "matrix products", "calls": 2, "seconds": 1e-7} in found["kernels"]
 
 
 def test_memory_is_predicted_within_a_tenth_of_what_was_measured():

@@ -1,0 +1,95 @@
+"""One rank's part of a ring in one process: attention takes the hops of that rank, whatever it is called for.
+
+The loop is the library's own (`ringflash.ring`); what would come from other ranks is copied from this GPU's memory, on
+the stream that messages use, so that it arrives beside the kernels. What it holds is noise: values do not matter to
+speed. For train_step.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from ringflash import LAYOUTS, exchange, mask, ring, routes
+from ringflash.layouts.documents import Documents
+
+
+class Arriving:
+    """A transport whose messages come from here. num_bytes: received since `begin`; see `exchange.Transport`."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.num_bytes = rank, size, 0
+        self._noise: dict[torch.dtype, torch.Tensor] = {}
+
+    beside = exchange.Processes.beside
+
+    def post(
+        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
+    ) -> Here:
+        """See `exchange.Transport.post`."""
+        for tensor in receives.values():
+            self.num_bytes += tensor.nbytes
+            tensor.copy_(self._noise_like(tensor))
+        return Here(torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None)
+
+    def _noise_like(self, x: torch.Tensor) -> torch.Tensor:
+        """Blocks are bytes of bf16 numbers; sums of gradients, fp32, are small."""
+        noise = self._noise.get(x.dtype)
+        if noise is None or len(noise) < x.numel():
+            numbers = torch.randn(x.numel(), device=x.device) / (1 if x.dtype == torch.uint8 else 1000)
+            as_bytes = numbers[: -(-x.numel() // 2)].bfloat16().view(torch.uint8)
+            noise = self._noise[x.dtype] = as_bytes if x.dtype == torch.uint8 else numbers.to(x.dtype)
+        return noise[: x.numel()].view(x.shape)
+
+
+class Here:
+    """See `exchange.Pending`."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """What follows on this stream comes behind the message."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class Share:
+    """The work of one rank of a ring of `size` on `length` tokens, layout zigzag.
+
+    with share.taken(): ...         # a model of length / size tokens; of other lengths it stays alone
+    """
+
+    def __init__(self, size: int, rank: int, length: int, window: int | None) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"--ring-rank {rank} must be one of 0 to {size - 1}")
+        if length % (2 * size):
+            raise ValueError(f"--length {length} must divide by {2 * size}, twice --ring")
+        lo, hi = mask.intervals(length, length, causal=True, window=window)
+        segments = LAYOUTS["zigzag"].segments(length, size, 1, Documents(np.array([0, length]), True))
+        self._plan, self._local = routes.Plan(segments, rank, lo, hi), length // size
+        self.transport = Arriving(rank, size)
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Inside, the ring's loop walks this rank's route instead of that of one device."""
+        forward, backward, plan, transport = ring.forward, ring.backward, self._plan, self.transport
+
+        def go(q: Any, k: Any, v: Any, *route: Any, **given: Any) -> Any:
+            if q.shape[1] == self._local:
+                route = plan.forward, transport, route[2]
+            return forward(q, k, v, *route, **given)
+
+        def back(dout: Any, q: Any, k: Any, *rest: Any, **given: Any) -> Any:
+            *tensors, route, there, kernel = rest
+            if q.shape[1] == self._local:
+                route, there = plan.backward(routes.sizes_of(q, k, torch.float32), "keys"), transport
+            return backward(dout, q, k, *tensors, route, there, kernel, **given)
+
+        with patch.multiple(ring, forward=go, backward=back):
+            yield
