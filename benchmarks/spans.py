@@ -61,7 +61,7 @@ class Spans:
             result = run(*args, **options)
             span = begun, self._now()
             self._spans[name].append(span)
-            self._ended.put((name, len(self._spans[name]), *span))
+            self._ended.put((name, len(self._spans[name]), self._begun, *span))
             return result
 
         return timed
@@ -91,8 +91,8 @@ class Spans:
     def _tell(self) -> None:
         """To stderr, so that a step that is killed has told how far it came."""
         while True:
-            name, call, begun, ended = self._ended.get()
+            name, call, origin, begun, ended = self._ended.get()
             if self._device.type == "cuda":
                 ended.synchronize()
-            since, took = self._between(self._begun, ended), self._between(begun, ended)
+            since, took = self._between(origin, ended), self._between(begun, ended)
             print(f"{since:8.2f} s: {name.replace('_', ' ')} {call} took {took:.3f} s", file=sys.stderr, flush=True)

@@ -83,7 +83,7 @@ class _LossSum(torch.autograd.Function):
         ctx.chunk = chunk
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(len(labels), chunk):
-            _, losses = _losses(hidden[rows], weight, labels[rows])
+            losses = _losses(hidden[rows], weight, labels[rows])[1]  # with a name the logits would live on
             total += losses.sum() if weights is None else (losses * weights[rows]).sum()
         return total
 
