@@ -203,6 +203,7 @@ def measure(
             before = share.transport.num_bytes if share else 0
             times = step(length)
     spent = spans.seconds()
+    print(f"step: {times['seconds']:.3f} s, {spent}", file=sys.stderr, flush=True)
     counted = flops.step_flops(shape, [asked.length])
     counted = counted._replace(**{name: size // asked.ring for name, size in counted._asdict().items()})
     peak, _ = flops.peak_tflops(torch.cuda.get_device_name() if device.type == "cuda" else "cpu", asked.dtype, None)
