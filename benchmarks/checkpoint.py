@@ -3,21 +3,18 @@
     torchrun --nproc-per-node 2 benchmarks/checkpoint.py               # 2.6 GB of state, some 5 GB of memory a process
     python benchmarks/checkpoint.py --width 1024 --zero 1              # a sixteenth of it
 
-A line of JSON: seconds that a step waits for a save by a thread and for a blocking one, of steps alone and beside the
-thread's writing, of a load; then all bits are compared. On a CPU or on GPUs.
+A line of JSON: seconds that a step waits for a save by a thread, for the first, which also takes the host memory, and
+for a blocking one; of a plain copy of the same bytes to host memory that is there; of steps alone and beside the
+thread's writing; of a load. Then all bits are compared. On a CPU or on GPUs; of all ranks the slowest.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,8 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from provenance import on_cpu, provenance  # noqa: E402
 
-from train import loop, world  # noqa: E402
+from train import loop, storage, world  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.saver import Progress  # noqa: E402
 
@@ -83,17 +81,39 @@ def measure(run: loop.Run) -> dict[str, Any]:
 
     step()
     alone = [seconds(step) for _ in range(STEPS)]
-    run.saver.save(Progress(1, 0))  # takes the host memory
+    first = seconds(lambda: run.saver.start(Progress(1, 0)))  # takes the host memory
+    run.saver.wait()
+    copied_bytes, copy = plain_copy(run)
     stall = seconds(lambda: run.saver.start(Progress(2, 0)))
     beside = [seconds(step) for _ in range(STEPS)]
     run.saver.wait()
     blocking = seconds(lambda: run.saver.save(Progress(3, 0)))
-    return {
+    taken = {
         "stall_s": stall,
+        "first_stall_s": first,
+        "copy_s": copy,
         "blocking_save_s": blocking,
         "step_s": statistics.median(alone),
         "step_beside_writing_s": statistics.median(beside),
     }
+    rows = run.world.gather(list(taken.values()))
+    return {"copied_bytes": copied_bytes} | dict(zip(taken, rows.max(0).tolist(), strict=True))
+
+
+def plain_copy(run: loop.Run) -> tuple[int, float]:
+    """Bytes that this rank saves, and the seconds of their copy alone: the fastest of three."""
+    on_gpu = run.world.device.type == "cuda"
+    mine = [piece.part for piece in storage.shared_out(run.engine.pieces(), run.world.rank, run.world.size)]
+    there = [torch.empty_like(part, device="cpu", pin_memory=on_gpu) for part in mine]
+
+    def copy() -> None:
+        for part, host in zip(mine, there, strict=True):
+            host.copy_(part, non_blocking=True)
+        run.world.settle()
+
+    run.world.settle()
+    copy()
+    return sum(part.nbytes for part in mine), min(seconds(copy) for _ in range(3))
 
 
 def digests(run: loop.Run) -> dict[str, str]:
@@ -132,23 +152,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=WIDTH, choices=[256, 512, 1024, 2048, 4096])
     parser.add_argument("--zero", type=int, default=2, choices=[1, 2, 3])
+    parser.add_argument("--commit", help="the commit, where the checkout has no history")
     parser.add_argument("--dir", help="where the files go for the while; left out: the folder for temporary files")
     arguments = parser.parse_args()
     place = world.Place.from_environment()
     with tempfile.TemporaryDirectory(dir=arguments.dir, ignore_cleanup_errors=True) as folder:
         row = go(arguments, folder, place)
     if place.rank == 0:
-        ask = ["git", "describe", "--always", "--dirty"]
-        done = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True)
-        rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
-        facts = {
-            "command": shlex.join(["benchmarks/checkpoint.py", *sys.argv[1:]]),
-            "commit": done.stdout.strip(),
-            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine() + " CPU",
-            "date": datetime.date.today().isoformat(),
-            "processes": place.size,
-        }
-        print(json.dumps(facts | rounded))
+        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+        where = provenance if torch.cuda.is_available() else on_cpu
+        made = where(
+            "checkpoint.py", ["--width", str(arguments.width), "--zero", str(arguments.zero)], arguments.commit
+        )
+        made["command"] = made["command"].replace("python", f"torchrun --nproc-per-node {place.size}", 1)
+        print(json.dumps({"processes": place.size, "zero": arguments.zero} | rounded | made))
     return 0
 
 

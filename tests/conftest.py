@@ -29,13 +29,16 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want)[finite].abs().max() / want[finite].abs().max().clamp_min(1e-30))
 
 
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Callable[[int], World]]:
-    """pool(world_size)(body, *args): see pool.py."""
-    worlds: dict[int, World] = {}
+MULTIGPU = [pytest.mark.multigpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs several GPUs")]
 
-    def world(size: int) -> World:
-        return worlds.setdefault(size, World(size))
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[..., World]]:
+    """pool(world_size)(body, *args): see pool.py. pool(world_size, "nccl"): with a GPU each."""
+    worlds: dict[tuple[int, str], World] = {}
+
+    def world(size: int, backend: str = "gloo") -> World:
+        return worlds.setdefault((size, backend), World(size, backend))
 
     yield world
     for one in worlds.values():
@@ -43,11 +46,15 @@ def pool() -> Iterator[Callable[[int], World]]:
 
 
 @pytest.fixture(scope="session")
-def gpus() -> Iterator[World]:
+def gpus(pool: Callable[..., World]) -> World:
     """One NCCL world of all GPUs of this host, a rank each."""
-    world = World(torch.cuda.device_count(), "nccl")
-    yield world
-    world.close()
+    return pool(torch.cuda.device_count(), "nccl")
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=MULTIGPU)])
+def two(request: pytest.FixtureRequest, pool: Callable[..., World]) -> World:
+    """Two processes: over gloo, and with `-m multigpu` over NCCL."""
+    return pool(2, request.param)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,6 +16,7 @@ import saving
 import torch
 import training
 
+import ringflash
 from train import data, loop, metrics, model, stopping
 from train.config import Config
 from train.data.tokens import labels_of
@@ -76,6 +77,42 @@ def evaluate(config: Config) -> list[Any]:
     results.append(engine.module.training and torch.is_grad_enabled())
     engine.close()
     return results
+
+
+def wide(texts: Path, held_out: Path, **changes: Any) -> Config:
+    """A run long and wide enough that its activations are seen in the peak of memory."""
+    table = training.LLAMA | {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 16384}
+    return config_of(
+        texts,
+        held_out,
+        model={"architecture": "llama", "dtype": "bfloat16", "config": table},
+        sequence={"length": 16384, "layout": "zigzag"},
+        train={"name": "wide", "steps": 2, "global_batch": 1, "self_test": False},
+        memory={"checkpoint": "selective", "loss_chunk": 1024},
+        evaluation={"needle": {"lengths": [16000], "depths": [0.5]}},
+        **changes,
+    )
+
+
+def peaks(config: Config) -> tuple[int, int, int, int]:
+    """Body: most bytes of the GPU in two steps of training and in the evaluation of as long sequences; its calls of the
+    ring and its forward passes."""
+    joined = training.join(config)
+    run, found = loop.prepare(config, joined), []
+    for step in (1, 2):
+        loop.train_step(run, step, tokens_seen=0)
+    found.append(int(loop.peak_memory(joined.device)))
+    evaluator = Evaluator(config, joined, data.tokenizer_of(config.data, training.LLAMA["vocab_size"]))
+    if joined.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(joined.device)
+    with (
+        patch.object(ringflash.ring, "forward", wraps=ringflash.ring.forward) as calls,
+        patch.object(scoring_file, "_score", wraps=scoring_file._score) as passes,
+    ):
+        evaluator(run.engine, Progress(2, 0))
+    found.append(int(loop.peak_memory(joined.device)))
+    run.engine.close()
+    return found[0], found[1], calls.call_count, passes.call_count
 
 
 def train(config: Config, drawing_s: float = 0.0) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def state_of(run: loop.Run) -> str:
     optimizer = getattr(run.engine._engine.optimizer, "optimizer", run.engine._engine.optimizer)
     moments = [part for state in optimizer.state.values() for part in state.values() if isinstance(part, torch.Tensor)]
     tensors = [*run.engine.full_parameters().values(), *moments]
-    return hashlib.sha256(b"".join(t.detach().float().numpy().tobytes() for t in tensors)).hexdigest()
+    return hashlib.sha256(b"".join(t.detach().float().cpu().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 FAULTS = {
@@ -67,32 +67,35 @@ def nonfinite(config: Config, fault: str) -> dict[str, Any]:
     return {"states": states, "records": records, "said": ours, "refusal": refusal}
 
 
-def hang(config: Config) -> list[str]:
-    """Body: rank 1 sleeps in step 5, before a hop. What each rank would say at its end."""
+PLACES = {"ring": (exchange.Processes, "post"), "collective": (engine.Engine, "backward")}
+
+
+def hang(config: Config, place: str) -> list[str]:
+    """Body: rank 1 sleeps in step 5, before a hop or a backward. What each rank would say at its end."""
     said: list[str] = []
     run = loop.prepare(config, training.join(config), fail=said.append)
-    post = exchange.Processes.post
+    go_on = getattr(*PLACES[place])
 
-    def sleepy(self: exchange.Processes, *args: Any) -> Any:
+    def sleepy(*args: Any, **options: Any) -> Any:
         watch.FLOOR_S = 3.0 if run.watch.step == 5 else 120.0  # of other steps none is late on a busy machine
         while run.watch.step == 5 and run.world.rank == 1 and not said:
             time.sleep(0.05)
-        return post(self, *args)
+        return go_on(*args, **options)
 
-    with patch.multiple(watch, FLOOR_S=120.0, FACTOR=0.0), patch.object(exchange.Processes, "post", sleepy):
+    with patch.multiple(watch, FLOOR_S=120.0, FACTOR=0.0), patch.object(*PLACES[place], sleepy):
         loop.fit(run)
     run.engine.close()
     return said
 
 
 def gone(config: Config) -> tuple[list[str], float]:
-    """Body: rank 2 is killed while all main threads wait for nothing that would tell them."""
+    """Body: the last rank is killed while all main threads wait for nothing that would tell them."""
     said: list[str] = []
-    joined = world.connect(config, torch.device("cpu"))
+    joined = world.connect(config, training.device())
     with watch.Watch(config, joined, said.append) as watching:
         watching.begin(7, "backward")
         time.sleep(0.5)
-        if joined.rank == 2:
+        if joined.rank == joined.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         killed = time.monotonic()
         while not said and time.monotonic() < killed + 20:

@@ -30,7 +30,7 @@ from train.saver import Progress
 
 def weights_of(run: loop.Run) -> str:
     weights = run.engine.full_parameters().values()
-    return hashlib.sha256(b"".join(weight.float().numpy().tobytes() for weight in weights)).hexdigest()
+    return hashlib.sha256(b"".join(weight.float().cpu().numpy().tobytes() for weight in weights)).hexdigest()
 
 
 def go(config: Config) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def restarted(config: Config) -> tuple[str, int]:
     said = io.StringIO()
     rank_1 = {world.RESTART_VARIABLES[0]: "1"} if torch.distributed.get_rank() == 1 else {}
     with patch.dict(os.environ, rank_1), contextlib.redirect_stderr(said):
-        run = loop.prepare(config, world.connect(config, torch.device("cpu")))
+        run = loop.prepare(config, world.connect(config, training.device()))
     run.engine.close()
     return said.getvalue(), run.progress.step
 
@@ -210,7 +210,7 @@ def unwritable(config: Config) -> str:
 
 def alone(config: Config) -> str | None:
     """Body: rank 0 saves, the others do not."""
-    joined = world.connect(config, torch.device("cpu"))
+    joined = world.connect(config, training.device())
     run = loop.prepare(config, joined)
     said = None
     if joined.rank == 0:

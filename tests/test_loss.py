@@ -118,3 +118,30 @@ def test_label_outside_the_vocabulary_raises():
     labels[3] = VOCAB
     with pytest.raises(IndexError):
         loss_sum(hidden, weight, labels, chunk=7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_R106_the_logits_of_128k_tokens_are_never_held(record_property):
+    """Llama-3-8B's head: all logits would be 62.6 GiB in fp32. Twice the tokens add their gradient alone."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = (torch.randn(128256, 4096, generator=generator, device="cuda") / 64).bfloat16().requires_grad_()
+
+    def given(tokens):
+        hidden = torch.randn(tokens, 4096, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return hidden.requires_grad_(), torch.randint(128256, (tokens,), generator=generator, device="cuda")
+
+    def above(tokens):
+        (hidden, labels), weight.grad = given(tokens), None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss_sum(hidden, weight, labels, chunk=1024).backward()
+        return torch.cuda.max_memory_allocated() - before - hidden.grad.nbytes - weight.grad.nbytes
+
+    one, two = above(131072), above(262144)
+    record_property("bytes_above_gradients", {"131072": one, "262144": two})
+    assert one <= 4 * 2**30 and two - one <= 2**23
+    hidden, labels = given(4096)
+    with torch.no_grad():
+        dense = cross_entropy(hidden.float() @ weight.float().t(), labels, reduction="sum")
+        assert error(loss_sum(hidden, weight, labels, chunk=1024), dense) <= 1e-5

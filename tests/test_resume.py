@@ -20,12 +20,14 @@ def texts(tmp_path_factory):
 
 
 def config_of(texts, folder, *, zero=1, mesh=(1, 2, 1), steps=4, dtype="float32", **checkpoint):
+    """Deterministic, which changes nothing on a CPU."""
     return training.config_of(
         texts,
         mesh=mesh,
         zero=zero,
         optimizer="adamw",
         steps=steps,
+        train={"deterministic": True},
         model={"architecture": "llama", "dtype": dtype, "config": training.LLAMA},
         metrics={"dir": str(folder), "wandb": "disabled"},
         checkpoint={"every": 2} | checkpoint,
@@ -56,26 +58,27 @@ def crash(config, folder):
 
 @pytest.fixture(scope="module")
 def whole(pool, texts, tmp_path_factory):
-    """whole(zero, dtype): config and results of a run that nothing interrupts."""
+    """whole(zero, dtype, world): config and results of a run that nothing interrupts."""
     done = {}
 
-    def run(zero, dtype):
-        if zero not in done:
+    def run(zero, dtype, world=None):
+        world = world or pool(2)
+        if (zero, world) not in done:
             config = config_of(texts, tmp_path_factory.mktemp(f"zero{zero}") / "whole", zero=zero, dtype=dtype)
-            done[zero] = config, pool(2)(saving.go, config)
-        return done[zero]
+            done[zero, world] = config, world(saving.go, config)
+        return done[zero, world]
 
     return run
 
 
 @pytest.mark.parametrize(("zero", "dtype"), PAIRS)
-def test_R78_R86_R96_a_resumed_run_has_the_bits_of_an_uninterrupted_one(pool, texts, tmp_path, whole, zero, dtype):
-    config, want = whole(zero, dtype)
+def test_R78_R86_R96_a_resumed_run_has_the_bits_of_an_uninterrupted_one(two, texts, tmp_path, whole, zero, dtype):
+    config, want = whole(zero, dtype, two)
     assert "no whole checkpoint" in want[0]["said"]
     assert [result["from"] for result in want] == [(0, 0)] * 2
     crash(config, tmp_path / "crashed")
     again = config_of(texts, tmp_path / "crashed", zero=zero, dtype=dtype)
-    got = pool(2)(saving.go, again)
+    got = two(saving.go, again)
     assert "step-00000004.partial is no whole checkpoint" in got[0]["said"]
     assert "step-00000002 behind step 2" in got[0]["said"]
     assert steps_of(again) == steps_of(config)
@@ -161,8 +164,8 @@ def test_R76_killed_in_a_file_of_the_second_save_and_in_the_next_load(pool, text
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def test_steps_go_on_beside_the_writing_and_its_failure_ends_them_on_all_ranks(pool, texts, tmp_path):
-    for end in pool(2)(saving.beside, config_of(texts, tmp_path, steps=200, every=1)):
+def test_steps_go_on_beside_the_writing_and_its_failure_ends_them_on_all_ranks(two, texts, tmp_path):
+    for end in two(saving.beside, config_of(texts, tmp_path, steps=200, every=1)):
         assert end["waits"] == ["step-00000001.partial"], "no checkpoint before its files are written"
         assert end["moved"]
         assert end["from"] == 1

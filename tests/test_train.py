@@ -69,9 +69,9 @@ def test_ways_round_the_ring_are_those_of_the_config(pool, texts, alone, mesh, w
         assert error(got["weights"][name], weight) <= 1e-5, name
 
 
-def test_gradients_travel_in_the_type_of_the_config(pool, texts):
+def test_gradients_travel_in_the_type_of_the_config(two, texts):
     runs = [ways(texts, (1, 2, 1), transit=dtype) for dtype in ("float32", "bfloat16")]
-    exact, rounded = (pool(2)(training.train, config, "mixed")[0] for config in runs)
+    exact, rounded = (two(training.train, config, "mixed")[0] for config in runs)
     assert exact["digest"] != rounded["digest"]
     assert exact["grad_norm"] == pytest.approx(rounded["grad_norm"], rel=1e-3)
 
@@ -80,7 +80,7 @@ def test_gradients_travel_in_the_type_of_the_config(pool, texts):
 def test_R72_losses_do_not_depend_on_the_size_of_a_bucket(pool, texts, alone, zero):
     memory = {"checkpoint": "none", "loss_chunk": 5}
     config = training.config_of(texts, mesh=(1, 2, 1), zero=zero, optimizer="sgd", steps=5, memory=memory)
-    got, want = pool(2)(training.train_in_buckets, config, "mixed", 1000)[0], alone("sgd", 5)
+    got, want = pool(2)(training.train_in_buckets, config, "mixed", 1000, True)[0], alone("sgd", 5)
     assert got["loss"] == pytest.approx(want["loss"], rel=1e-6) and all(loss > 0 for loss in got["loss"])
     assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
 

@@ -169,14 +169,23 @@ def _ignore(sequence: data.Sequence, kind: str, index: int) -> data.Sequence:
 @functools.cache
 def joined(parallel: str, layout: str, size: int) -> world.World:
     """The groups of a mesh, made once in each process. parallel: the section as JSON, without the ZeRO stage."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
     keys = json.loads(parallel)
     mesh = size // (keys["ring"] * keys["ulysses"]), keys["ring"], keys["ulysses"]
     config = config_of(".", mesh=mesh, sequence={"length": LENGTH, "layout": layout}, parallel=keys)
-    return world.connect(config, torch.device("cpu"))
+    return world.connect(config, device())
+
+
+def device() -> torch.device:
+    """Where this process of a pool computes: the GPU of an NCCL world, or the CPU."""
+    if torch.distributed.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    return torch.device("cpu")
 
 
 def join(config: Config) -> world.World:
+    if device().type == "cuda":
+        torch.use_deterministic_algorithms(config.train.deterministic)
     parallel = config.parallel.model_dump_json(exclude={"zero", "data"})
     return joined(parallel, config.sequence.layout, config.world_size)
 
@@ -192,7 +201,7 @@ def train(config: Config, labels: str) -> dict[str, Any]:
     )
     run = replace(run, windows=windows)
     records = [loop.train_step(run, step, tokens_seen=0) for step in range(1, config.train.steps + 1)]
-    weights = {name.removeprefix("decoder."): w for name, w in run.engine.full_parameters().items()}
+    weights = {name.removeprefix("decoder."): w.cpu() for name, w in run.engine.full_parameters().items()}
     run.engine.close()
     digest = hashlib.sha256(b"".join(w.float().numpy().tobytes() for w in weights.values())).hexdigest()
     return {
@@ -204,9 +213,16 @@ def train(config: Config, labels: str) -> dict[str, Any]:
     }
 
 
-def train_in_buckets(config: Config, labels: str, numel: int) -> dict[str, Any]:
-    """Body: `train`, whose gradients are reduced in many buckets of so many numbers, where else one holds them all."""
-    with patch.object(engine, "BUCKET_NUMEL", numel):
+def train_in_buckets(config: Config, labels: str, numel: int, overlap: bool = False) -> dict[str, Any]:
+    """Body: `train`, whose gradients are reduced in buckets of so many numbers, beside the backward if `overlap`."""
+    table = engine.deepspeed_config
+
+    def changed(*args: Any, **options: Any) -> dict[str, Any]:
+        made = table(*args, **options)
+        made["zero_optimization"] |= {"reduce_bucket_size": numel, "overlap_comm": overlap}
+        return made
+
+    with patch.object(engine, "deepspeed_config", changed):
         return train(config, labels)
 
 
@@ -248,11 +264,11 @@ def held(config: Config, steps: tuple[int, ...]) -> list[dict[str, Any]]:
     return seen
 
 
-def train_alone(config: Config, labels: str, decoder: Any = None) -> dict[str, Any]:
+def train_alone(config: Config, labels: str, decoder: Any = None, *, device: str = "cpu") -> dict[str, Any]:
     """The same steps in this process, without ring, DeepSpeed, packing or chunks. decoder: left out, random weights."""
     torch.manual_seed(config.train.seed)
     decoder = decoder or model.build_decoder(
-        model.config_of(config.model, LENGTH), dtype=torch.float32, attention="eager", device=torch.device("cpu")
+        model.config_of(config.model, LENGTH), dtype=torch.float32, attention="eager", device=torch.device(device)
     )
     trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
     optimizer = optimizer_of(trained, config.optimizer)
@@ -270,16 +286,16 @@ def train_alone(config: Config, labels: str, decoder: Any = None) -> dict[str, A
         optimizer.zero_grad()
         result["loss"].append(loss.item())
         result["grad_norm"].append(norm.item())
-    result["weights"] = {name: w.detach().clone() for name, w in decoder.named_parameters()}
+    result["weights"] = {name: w.detach().cpu().clone() for name, w in decoder.named_parameters()}
     return result
 
 
 def _loss_alone(decoder: Any, sequence: data.Sequence, *, documents: bool) -> torch.Tensor:
     """The sum of the losses of a packed sequence, each document on its own, or all of it as one."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=decoder.device)
     borders = sequence.cu_seqlens if documents else [0, sequence.cu_seqlens[-1]]
     for start, stop in pairwise(borders):
-        ids, labels = (torch.from_numpy(x[start:stop]) for x in (sequence.ids, sequence.labels))
+        ids, labels = (torch.from_numpy(x[start:stop]).to(total.device) for x in (sequence.ids, sequence.labels))
         logits = decoder(ids[None], use_cache=False).logits[0]
         total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=data.IGNORED, reduction="sum")
     return total

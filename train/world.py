@@ -30,7 +30,7 @@ VERDICT_VARIABLE = "RINGFLASH_VERDICT_DIR"
 RESTART_VARIABLES = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
 """How often torchrun started the processes of a job again, and slurm the job itself."""
 
-RECORDER_VARIABLE, RECORDER_ENTRIES = "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"
+RECORDER_VARIABLE, RECORDER_ENTRIES = "TORCH_FR_BUFFER_SIZE", "2000"
 """Collectives that PyTorch's flight recorder keeps, for the report on a hang; unless the environment says otherwise."""
 
 
