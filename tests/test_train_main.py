@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,11 +114,13 @@ def test_a_run_from_end_to_end(config):
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[-1]["tokens_seen"] > 5 * 50
     assert done.stdout.count("step 1/6") == 1, "one rank tells how the run goes"
+    [caches] = re.findall("^ringflash: .* keeps what it compiles in (.*)$", done.stderr, flags=re.MULTILINE)
+    assert not Path(caches).exists(), "R103: of this job alone, told once a node, gone with it"
 
 
 def test_a_refusal_after_the_start_is_one_sentence_too(config):
     done, verdicts = torchrun(config, "model.config.hiden_act=silu")
-    sentences = [line for line in done.stderr.splitlines() if line.startswith("ringflash: ")]
+    _caches, *sentences = [line for line in done.stderr.splitlines() if line.startswith("ringflash: ")]
     assert sentences == ["ringflash: model.config.hiden_act is not a key of 'llama': did you mean 'hidden_act'?"]
     assert done.returncode != 0
     assert verdicts[0].code == 2

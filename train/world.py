@@ -1,4 +1,5 @@
-"""The processes of a run: device, process groups, seeds. The only init and destroy, the only reads of the environment.
+"""The processes of a run: device, process groups, seeds, caches. The only init and destroy, the only reads of the
+environment.
 
 Ranks of one ring are consecutive: rank = data_rank * n + position, n = parallel.ring * parallel.ulysses. Called by
 `__main__` and by the tests.
@@ -6,9 +7,11 @@ Ranks of one ring are consecutive: rank = data_rank * n + position, n = parallel
 
 import os
 import random
+import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +35,12 @@ RESTART_VARIABLES = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
 
 RECORDER_VARIABLE, RECORDER_ENTRIES = "TORCH_FR_BUFFER_SIZE", "2000"
 """Collectives that PyTorch's flight recorder keeps, for the report on a hang; unless the environment says otherwise."""
+
+
+CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TORCH_EXTENSIONS_DIR": "extensions"}
+"""Where compiled kernels are kept: the variable -> folder below that of the job, unless the variable is set."""
+JOB_VARIABLES = "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"
+"""What slurm and torchrun call a job, the same on all its processes and again when they are started again."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +115,14 @@ def start(config: Config, place: Place) -> Iterator[World]:
     """Join the other processes; leave them at the end.
 
     Raises: ConfigError for a world that the mesh does not fill; ValueError for more processes than GPUs, for a missing
-        compiler or Python header. All of it before any process waits for another.
+        compiler or Python header, for a folder of caches that is not ours. All of it before any process waits for
+        another.
     """
     config.batch(place.size)
     device = device_of(place)
+    caches, told = keep_caches(config.train.name)
+    if place.local_rank == 0:
+        print(f"ringflash: {told}", file=sys.stderr)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for it when it is imported
     else:
@@ -119,6 +132,8 @@ def start(config: Config, place: Place) -> Iterator[World]:
     _init(config, place, device)
     yield connect(config, device)
     dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+    if place.local_rank == 0:
+        shutil.rmtree(caches, ignore_errors=True)  # after an error the job may be started again, and needs them
 
 
 def connect(config: Config, device: torch.device) -> World:
@@ -165,6 +180,24 @@ def check_toolchain() -> None:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         raise ValueError(f"{header} is missing, Triton needs it: install python{sys.version_info[0]}-dev")
+
+
+def keep_caches(name: str) -> tuple[Path, str]:
+    """Give what is compiled a place on this node, of this job: a shared home is slow, and many processes race there.
+
+    name: of the run. Returns the folder, and what is to be told of it; a variable of CACHES that is set already stays.
+    Raises: ValueError for a folder of another user, who could put programs there.
+    """
+    job = next((os.environ[variable] for variable in JOB_VARIABLES if os.environ.get(variable)), "alone")
+    base = Path(tempfile.gettempdir()) / f"ringflash-{os.getuid()}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    if base.is_symlink() or base.stat().st_uid != os.getuid() or base.stat().st_mode & 0o022:
+        raise ValueError(f"{base} is not a folder that you alone write: remove it, or set TMPDIR or {', '.join(CACHES)}")
+    folder = base / re.sub(r"[^\w.-]", "_", f"{name}-{job}")
+    chosen = [f"{variable}={os.environ[variable]}" for variable in CACHES if variable in os.environ]
+    for variable, below in CACHES.items():
+        os.environ.setdefault(variable, str(folder / below))
+    return folder, "; ".join([f"{os.uname().nodename} keeps what it compiles in {folder}", *chosen])
 
 
 def _seed(config: Config, device: torch.device) -> None:
