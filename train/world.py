@@ -192,7 +192,7 @@ def keep_caches(name: str) -> tuple[Path, str]:
     base = Path(tempfile.gettempdir()) / f"ringflash-{os.getuid()}"
     base.mkdir(mode=0o700, exist_ok=True)
     if base.is_symlink() or base.stat().st_uid != os.getuid() or base.stat().st_mode & 0o022:
-        raise ValueError(f"{base} is not a folder that you alone write: remove it, or set TMPDIR or {', '.join(CACHES)}")
+        raise ValueError(f"{base} is not a folder that you alone write: remove it, or set TMPDIR to another place")
     folder = base / re.sub(r"[^\w.-]", "_", f"{name}-{job}")
     chosen = [f"{variable}={os.environ[variable]}" for variable in CACHES if variable in os.environ]
     for variable, below in CACHES.items():
