@@ -219,11 +219,11 @@ def test_layouts_train_alike(pool, texts, alone, layout):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_R115_bf16_over_gloo_is_near_fp32(pool, texts, alone, zero):
+def test_R115_bf16_over_gloo_is_near_fp32(pool, texts, zero):
     config = training.config_of(
         texts, mesh=(2, 2, 1), zero=zero, model={"architecture": "llama", "dtype": "bfloat16", "config": training.LLAMA}
     )
-    got, want = pool(4)(training.train, config, "mixed")[0], alone("sgd")
+    got, want = pool(4)(training.train, config, "mixed")[0], training.train_alone(config, "mixed")
     assert got["loss"] == pytest.approx(want["loss"], rel=3e-2)
     assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-1)
     before = training.train_alone(config, "none")["weights"]

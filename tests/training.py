@@ -265,11 +265,16 @@ def held(config: Config, steps: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def train_alone(config: Config, labels: str, decoder: Any = None, *, device: str = "cpu") -> dict[str, Any]:
-    """The same steps in this process, without ring, DeepSpeed, packing or chunks. decoder: left out, random weights."""
+    """The same steps in this process in fp32, without ring, DeepSpeed, packing or chunks.
+
+    decoder: left out, random weights, drawn in the type of the config
+    """
     torch.manual_seed(config.train.seed)
+    dtype = model.DTYPES[config.model.dtype]
     decoder = decoder or model.build_decoder(
-        model.config_of(config.model, LENGTH), dtype=torch.float32, attention="eager", device=torch.device(device)
+        model.config_of(config.model, LENGTH), dtype=dtype, attention="eager", device=torch.device(device)
     )
+    decoder = decoder.float()
     trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
     optimizer = optimizer_of(trained, config.optimizer)
     result: dict[str, Any] = {"loss": [], "grad_norm": []}

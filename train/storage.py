@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .partitions import Piece
 
@@ -88,17 +89,14 @@ def write(folder: Path, pieces: list[Piece], values: dict[str, Any], group: dist
     returns file name -> bytes, of all ranks, on the first one, which may rename the folder; nothing elsewhere
     Raises: StorageError. RuntimeError if a rank does not come.
     """
-    planner = _Saved(pieces, values)
+    planner, writer = _Saved(pieces, values), _Writer(folder)
     try:
-        index = dcp.save({}, storage_writer=_Writer(folder), planner=planner, process_group=group)
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         raise _first(error) from None
     if dist.get_rank(group) != 0:
         return {}
-    files: dict[str, int] = {}
-    for place in index.storage_data.values():
-        files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
-    return {INDEX: (folder / INDEX).stat().st_size, **dict(sorted(files.items()))}
+    return {INDEX: (folder / INDEX).stat().st_size, **dict(sorted(writer.files.items()))}
 
 
 class Reader:
@@ -178,7 +176,10 @@ class _Saved(DefaultSavePlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
+    """files: name -> bytes, on the first rank once all is written."""
+
     def __init__(self, folder: Path) -> None:
+        self.files: dict[str, int] = {}
         # nothing is copied ahead: the pieces are on the CPU, and the copier would wait for the GPU's steps
         super().__init__(folder, sync_files=True, per_thread_copy_ahead=0)
 
@@ -189,6 +190,11 @@ class _Writer(dcp.FileSystemWriter):
             cause = error if isinstance(error, OSError) else error.__context__ or error
             reason = getattr(cause, "strerror", None) or cause
             raise OSError(f"a file in {self.path} cannot be written: {reason}") from None
+
+    def finish(self, metadata: records.Metadata, results: list[list[WriteResult]]) -> None:
+        for place in (result.storage_data for of_rank in results for result in of_rank):
+            self.files[place.relative_path] = max(self.files.get(place.relative_path, 0), place.offset + place.length)
+        super().finish(metadata, results)
 
 
 class _Wanted(LoadPlanner):
