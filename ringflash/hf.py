@@ -183,7 +183,7 @@ class _Implementation:
 
 
 def _check_keywords(layer: str, module: torch.nn.Module, given: dict[str, Any]) -> None:
-    unknown = sorted(given.keys() - USED - REFUSED.keys() - ELSEWHERE)
+    unknown = sorted(set(given) - USED - set(REFUSED) - ELSEWHERE)
     if unknown:
         raise ValueError(
             f"{layer}: {unknown[0]}={given[unknown[0]]!r} is a keyword that ring attention does not know; it takes "

@@ -194,7 +194,8 @@ class Launched:
         command = [sys.executable, "-m", "launch", str(folder / "run.toml")]
         command += [part for override in overrides for part in ("--set", override)]
         self.folder, self.log = folder / "runs" / "run", folder / "log"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=log)
 
