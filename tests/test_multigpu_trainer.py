@@ -146,7 +146,7 @@ def test_R99_a_hang_names_the_collective_and_leaves_the_flight_recorders_entries
         assert len(said) == 1
         assert re.match(
             rf"step 5 does not end, 3 s after its begin: rank 1 on {HOST} waits for no other, in backward of step 5; "
-            r"rank 0 waits in (backward|update) of step 5 \(collective \w+",
+            r"rank 0 waits in (backward|update) of step 5 \(collective nccl:\w+",
             said[0],
         ), said
     recorded = json.loads((tmp_path / "tiny" / "hang" / "rank-00000.json").read_text())

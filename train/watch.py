@@ -44,6 +44,8 @@ GRACE_S = 3.0
 """How long a rank whose peer is gone may go on, to say itself what it met."""
 
 GOODBYE = -1
+NAME = "watch"
+"""Of our threads, which are no work: also those of a run that failed before in this process."""
 
 
 def end_process(message: str) -> None:
@@ -74,7 +76,6 @@ class Watch:
         self._times: deque[float] = deque(maxlen=RECENT)
         self._since: float | None = None
         self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
         self.step, self.part = 0, "start"
 
     def begin(self, step: int, part: str) -> None:
@@ -97,9 +98,8 @@ class Watch:
     def __enter__(self) -> Self:
         self._hosts = self._world.gather_objects(os.uname().nodename)
         bodies = [self._keep_time] + [self._listen] * (self._world.size > 1)
-        self._threads = [threading.Thread(target=body, name="watch", daemon=True) for body in bodies]
-        for thread in self._threads:
-            thread.start()
+        for body in bodies:
+            threading.Thread(target=body, name=NAME, daemon=True).start()
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
@@ -140,7 +140,7 @@ class Watch:
 
     def _hang(self, limit_s: float) -> str:
         """One sentence about all ranks; the stacks of this one go to a file."""
-        waits = waits_for({thread.ident for thread in self._threads})
+        waits = waits_for()
         self._world.board.set(f"hang/{self._world.rank}", json.dumps([self.step, self.part, waits]))
         self._dump()
         said = {rank: self._answer(rank, time.monotonic() + ANSWER_S) for rank in range(self._world.size)}
@@ -189,16 +189,18 @@ def blame(said: dict[int, tuple[int, str, str | None] | None], named: Callable[[
     return "; ".join(silent + busy + (waiting[:3] + more if more else waiting))
 
 
-def waits_for(without: set[int | None]) -> str | None:
-    """The message of the ring, or else the collective, that a thread of this process waits for.
+def waits_for() -> str | None:
+    """The message of the ring, or else the collective, that a thread of this process waits for, the main one first.
 
-    Read from the stacks, as a debugger would: what waits says nothing itself. without: threads that are no work
+    Read from the stacks, as a debugger would: what waits says nothing itself.
     """
     collectives = []
-    for thread, innermost in sys._current_frames().items():
+    ours = {thread.ident for thread in threading.enumerate() if thread.name == NAME}
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
+    for thread, innermost in frames:  # those of autograd too, which `threading` does not know
         frame: FrameType | None = innermost
         collective = None
-        while frame is not None and thread not in without:
+        while frame is not None and thread not in ours:
             if message := _message(frame):
                 return message
             if frame.f_globals.get("__name__") == dist.distributed_c10d.__name__:
@@ -206,7 +208,8 @@ def waits_for(without: set[int | None]) -> str | None:
             frame = frame.f_back
         collectives += [collective] if collective else []
     active = [entry["profiling_name"] for entry in flight_record() or () if entry.get("state") != "completed"]
-    return next((f"collective {name}" for name in collectives + active[-1:]), None)
+    # the host may be far ahead of its GPU, which does one after the other
+    return next((f"collective {name}" for name in active[:1] + collectives), None)
 
 
 def _message(frame: FrameType) -> str | None:
