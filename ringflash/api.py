@@ -45,7 +45,8 @@ def attention(
     intervals: (lo, hi), int32 [L] each, never falling: each query sees keys lo <= position < hi, and what the other
         arguments allow
     scale: softmax scale, D ** -0.5 unless given
-    return_lse: also return lse [B, H, L], fp32, natural log of the softmax denominator; differentiable
+    return_lse: also return lse [B, H, L], fp32, natural log of the softmax denominator; differentiable, but for kernel
+        cudnn, whose ranks ask each other in every backward whether one of them has a gradient of it
     kernel: one of ringflash.KERNELS; "auto" is eager on CPUs, and on GPUs gluon where it can run and passes its
         start-up check, else triton; `explain` tells which and why
     deterministic: gradients are bitwise equal in repeated calls; a kernel that cannot raises. So is it where
@@ -81,6 +82,7 @@ def attention(
         _deterministic(deterministic),
         *_ranks(layout, arguments.rotate_of(rotate, layout)),
         arguments.softcap_of(softcap),
+        return_lse,
     )
     return (out, lse) if return_lse else out
 

@@ -75,6 +75,7 @@ class How(NamedTuple):
     rotate: what travels in the backward, auto or a key of routes.TRAVELLERS; transit: the type of gradients under way
     slow_group: the group for what goes between nodes, "" = the same
     softcap: scores s become softcap * tanh(s / softcap); 0 = they do not
+    returns_lse: whether the caller gets lse, so that a gradient of it may come
     """
 
     causal: bool
@@ -91,6 +92,7 @@ class How(NamedTuple):
     transit: str
     slow_group: str
     softcap: float
+    returns_lse: bool
 
 
 def _group(name: str) -> dist.ProcessGroup:
@@ -133,7 +135,9 @@ class _Call:
             causal=how.causal, window=how.window, arrangement=how.arrangement, inner=how.inner,
         )  # fmt: skip
         self._sizes = routes.sizes_of(q, k, self.transit, how.ulysses)
-        self._text = functools.partial(describe, q, k, (segments, cu_seqlens, bounds), how._replace(kernel=self.name))
+        self.may_refuse_dlse = how.returns_lse and self.name in WITHOUT_DLSE
+        told = how._replace(kernel=self.name, returns_lse=self.may_refuse_dlse)
+        self._text = functools.partial(describe, q, k, (segments, cu_seqlens, bounds), told)
 
     @property
     def kernel(self) -> Kernel:
@@ -186,14 +190,14 @@ class _Call:
             return f"kernel={self.name!r}: {error}"
         return ""
 
-    def agree(self, refusal: str, prefix: str = "") -> None:
+    def agree(self, refusal: str, prefix: str = "", *, once: bool = True) -> None:
         """Raise on every rank if this one refuses, or if they were called differently. prefix: of the call's text.
 
         Ranks differ in what they see, in their cards and packages, so one may refuse alone: all must hear of it before
-        anything is sent.
+        anything is sent. once: see `agreement.agree`
         """
         if self.pg is not None:
-            agreement.agree(self.pg, prefix + self._text(), self.how.timeout_s, refusal=refusal)
+            agreement.agree(self.pg, prefix + self._text(), self.how.timeout_s, once=once, refusal=refusal)
         if refusal:
             raise ValueError(refusal)
 
@@ -267,7 +271,7 @@ def attention(
     segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
     causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
     group: str, ulysses: int, timeout_s: float, arrangement: str, inner: int, rotate: str, transit: str,
-    slow_group: str, softcap: float,
+    slow_group: str, softcap: float, returns_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The local part of attention over a ring.
 
@@ -278,7 +282,7 @@ def attention(
     """
     how = How(
         causal, window, scale, kernel, deterministic, group, ulysses, timeout_s, arrangement, inner, rotate, transit,
-        slow_group, softcap,
+        slow_group, softcap, returns_lse,
     )  # fmt: skip
     call = _Call(q, k, segments, cu_seqlens, bounds, how)
     call.agree(call.refusal())
@@ -295,7 +299,7 @@ def attention(
 @torch.library.register_fake("ringflash::attention", lib=_LIBRARY)
 def _(
     q, k, v, sinks, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic, group, ulysses,
-    timeout_s, arrangement, inner, rotate, transit, slow_group, softcap,
+    timeout_s, arrangement, inner, rotate, transit, slow_group, softcap, returns_lse,
 ):  # fmt: skip
     batch, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=torch.float32)
@@ -315,7 +319,7 @@ def attention_backward(
     segments: Tensor | None, cu_seqlens: Tensor | None, bounds: Tensor | None,
     causal: bool, window: int, scale: float, kernel: str, deterministic: bool,
     group: str, ulysses: int, timeout_s: float, arrangement: str, inner: int, rotate: str, transit: str,
-    slow_group: str, softcap: float,
+    slow_group: str, softcap: float, returns_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attention`, of the sum of all ranks' losses; dlse: [B, H, L] or None. Each in its input's type.
 
@@ -323,13 +327,13 @@ def attention_backward(
     """
     how = How(
         causal, window, scale, kernel, deterministic, group, ulysses, timeout_s, arrangement, inner, rotate, transit,
-        slow_group, softcap,
+        slow_group, softcap, returns_lse,
     )  # fmt: skip
     call = _Call(q, k, segments, cu_seqlens, bounds, how)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # what a caller made of -inf, NaN too, reaches no gradient
-    if call.name in WITHOUT_DLSE:
-        call.agree(_refusal_of_dlse(call.kernel, out, dout, dlse), "backward of ")
+    if call.may_refuse_dlse:  # each time: what the call is does not tell what is made of its lse, on this rank or that
+        call.agree(_refusal_of_dlse(call.kernel, out, dout, dlse), "backward of ", once=False)
     with _no_autocast(q):
         delta = call.kernel.delta(out, dout, dlse)
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
@@ -345,7 +349,7 @@ def attention_backward(
 @attention_backward.register_fake
 def _(
     dout, dlse, q, k, v, sinks, out, lse, segments, cu_seqlens, bounds, causal, window, scale, kernel, deterministic,
-    group, ulysses, timeout_s, arrangement, inner, rotate, transit, slow_group, softcap,
+    group, ulysses, timeout_s, arrangement, inner, rotate, transit, slow_group, softcap, returns_lse,
 ):  # fmt: skip
     dsinks = lse.new_empty(0 if sinks is None else len(sinks))
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks

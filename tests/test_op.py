@@ -234,12 +234,12 @@ def test_opcheck(name):
     alone = (False, "", 1, 0.0, "ring", 0, "auto", "float32", "")
     leaves = [x.requires_grad_() for x in (q, k, v)]
     for sinks, softcap in ((None, 0.0), (torch.randn(q.shape[2]).requires_grad_(), 3.0)):
-        call = (*leaves, sinks, *mask, *alone, softcap)
+        call = (*leaves, sinks, *mask, *alone, softcap, True)
         torch.library.opcheck(torch.ops.ringflash.attention.default, call)
         out, lse = ringflash.ops.attention(*call)
         saved = [None if x is None else x.detach() for x in (q, k, v, sinks, out, lse)]
         for given_dlse in (dlse, None):
-            arguments = (dout, given_dlse, *saved, *mask, *alone, softcap)
+            arguments = (dout, given_dlse, *saved, *mask, *alone, softcap, True)
             torch.library.opcheck(torch.ops.ringflash.attention_backward.default, arguments)
 
 

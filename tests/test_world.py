@@ -200,7 +200,7 @@ def test_a_mask_that_one_rank_s_kernel_refuses_is_refused_on_every_rank(pool):
         assert "this mask cuts a hop into 8 full rectangles and causal squares, and more than 4 are" in message
 
 
-def one_rank_refuses() -> tuple[str, str]:
+def one_rank_refuses() -> tuple[str, str, str]:
     """Rank 1 lacks a package; then the gradient of lse, which the kernel has not, comes on rank 2 alone."""
     rank = dist.get_rank()
     lacking = {"refuses": lambda *_: "the package is too old" if rank == 1 else None}
@@ -212,21 +212,26 @@ def one_rank_refuses() -> tuple[str, str]:
         q, k, v = (layout.shard(x).requires_grad_() for x in inputs(48)[:3])
         forward = told(ValueError, ringflash.attention, q, k, v, layout=layout, kernel="lacking")
         out, lse = ringflash.attention(q, k, v, layout=layout, kernel="cudnn", return_lse=True)
+        out.sum().backward(retain_graph=True)  # agreed on, but what comes later may be refused
         loss = out.sum() + (lse.sum() if rank == 2 else 0.0)
         backward = told(ValueError, loss.backward)
+        new = {"layout": layout, "window": 7, "return_lse": rank == 1}
+        called = told(ValueError, ringflash.attention, q, k, v, kernel="cudnn", **new)
         assert time.perf_counter() - began < 10
         ringflash.attention(q, k, v, layout=layout, kernel="cudnn").sum().backward()
+        ringflash.attention(q, k, v, kernel="eager", **new)
     finally:
         KERNELS["cudnn"] = real
         del KERNELS["lacking"]
-    return forward, backward
+    return forward, backward, called
 
 
 def test_a_kernel_that_refuses_on_one_rank_is_refused_on_every_rank_with_its_name_and_reason(pool):
-    for forward, backward in pool(3)(one_rank_refuses):
+    for forward, backward, called in pool(3)(one_rank_refuses):
         assert "rank(s) [1] of a ring refuse a call: kernel='lacking': the package is too old [attention(" in forward
         assert "rank(s) [2] of a ring refuse a call: kernel 'cudnn' has no gradient of lse" in backward
         assert "[backward of attention(" in backward
+        assert "rank(s) [1] with [attention(" in called and "returns_lse=True" in called
 
 
 def refuses_dlse(kernel) -> bool:
