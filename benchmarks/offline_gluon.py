@@ -34,20 +34,23 @@ PRODUCTS = ("HGMMA", "QGMMA")  # of numbers of 16 bits, of 8
 
 
 class Case(NamedTuple):
-    """first, last: of the forward only."""
+    """first, last: of the forward only; adds: of the kernels that give dk and dv."""
 
     kernel: str
     width: int
     dtype: torch.dtype = torch.bfloat16
     first: bool = True
     last: bool = True
+    adds: bool = False
 
     @property
     def name(self) -> str:
         ends = (
             f"-{'first' if self.first else ''}{'last' if self.last else ''}" if self.kernel.startswith("attend") else ""
         )
-        return f"{self.kernel}-{self.width}-{str(self.dtype).removeprefix('torch.')}{ends}"
+        return (
+            f"{self.kernel}-{self.width}-{str(self.dtype).removeprefix('torch.')}{ends}{'-adds' if self.adds else ''}"
+        )
 
 
 ENDS = ((True, True), (True, False), (False, False), (False, True))
@@ -60,6 +63,11 @@ CASES = [
         for kernel in ("keys", "queries", "all_gradients", "all_gradients_in_turns")
         for width in (64, 96, 128)
         for dtype in TYPES
+    ),
+    *(
+        Case(kernel, width, adds=True)
+        for kernel in ("keys", "all_gradients", "all_gradients_in_turns")
+        for width in (64, 128)
     ),
 ]
 FP8_CASES = [Case("attend_fp8", width, torch.bfloat16, *ends) for width in (64, 96, 128) for ends in ENDS]
@@ -150,10 +158,11 @@ def _call(case: Case) -> None:
         engine = launch_fp8 if case.kernel == "attend_fp8" else launch
         engine.forward(q, k, v, view, state, scale=0.1, first=case.first, last=case.last)
     elif case.kernel == "keys":
-        launch.key_gradients(dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1)
+        grads = [torch.empty(k.shape) for _ in "12"]
+        launch.key_gradients(dout, q, k, v, lse, lse, view, *grads, scale=0.1, adds=case.adds)
     elif case.kernel.startswith("all_gradients"):
-        grads = (torch.empty(q.shape), torch.empty_like(k), torch.empty_like(v))
-        launch.all_gradients(dout, q, k, v, lse, lse, view, *grads, scale=0.1)
+        grads = [torch.empty(k.shape, dtype=torch.float32 if case.adds else case.dtype) for _ in "12"]
+        launch.all_gradients(dout, q, k, v, lse, lse, view, torch.empty(q.shape), *grads, scale=0.1, adds=case.adds)
     else:
         launch.query_gradient(dout, q, k, v, lse, lse, view, torch.empty(q.shape), scale=0.1)
 

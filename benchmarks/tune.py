@@ -150,7 +150,7 @@ class Problem:
         inputs = (self.dout, self.q, self.k, self.v, self.state.lse, self.delta, view)
         work = {
             "forward": lambda: self._forward(launch, view, state, ends),
-            "keys": lambda: launch.key_gradients(*inputs, dk, dv, scale=self.scale),
+            "keys": lambda: launch.key_gradients(*inputs, dk, dv, scale=self.scale, adds=False),
             "queries": lambda: launch.query_gradient(*inputs, dq, scale=self.scale),
         }[candidate.kernel]
         result = state.out if state.acc is None else state.acc

@@ -137,23 +137,15 @@ class Queries:
         self.travelling = (q, dout, lse, delta)
         self.own = [_empty(q) if is_written else _zeros(q)]
         self._total: list[torch.Tensor] = []  # dk, dv
-        self._spare: list[torch.Tensor] = []
 
     def compute(self, blocks: Tensors, view: View, grads: Tensors) -> None:
         """Write the gradient of the visiting queries, and add to dk and dv."""
         q, dout, *rows = blocks
         lse, delta = (x.contiguous() for x in rows)  # one number a row: nothing beside a block
         (dq,) = grads
-        begun = bool(self._total)
-        if not begun:
-            self._total = [_empty(x) for x in (self._k, self._v)]
-        elif not self._spare:
-            self._spare = [torch.empty_like(x) for x in self._total]
-        written = self._spare if begun else self._total
-        self._run(dout, q, self._k, self._v, lse, delta, view, dq.zero_(), *written)
-        if begun:
-            for total, fresh in zip(self._total, written, strict=True):
-                total += fresh
+        adds = bool(self._total)
+        self._total = self._total or [_empty(x) for x in (self._k, self._v)]
+        self._run(dout, q, self._k, self._v, lse, delta, view, dq.zero_(), *self._total, adds=adds)
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv."""

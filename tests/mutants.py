@@ -98,7 +98,7 @@ FAULTS = [
     ),
     Fault(
         "dk, dv of the last queries that came", "ringflash/ring.py",
-        "total += fresh", "total.copy_(fresh)",
+        "*self._total, adds=adds", "*self._total, adds=False",
         "tests/test_arrangements.py::test_queries_that_travel_give_the_same_gradients[causal-zigzag]",
     ),
     Fault(

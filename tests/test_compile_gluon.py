@@ -34,6 +34,7 @@ CASES = [
     *(Case("attend_in_turns", width, torch.bfloat16, width == 128, width == 128) for width in (64, 128)),
     *(Case(kernel, width) for kernel in ("keys", "queries", "all_gradients") for width in (64, 128)),
     *(Case("all_gradients_in_turns", width) for width in (64, 128)),
+    *(Case("all_gradients", width, adds=True) for width in (64, 128)),
     Case("attend", 96, torch.float16),
     Case("all_gradients", 96, torch.float16),
 ]

@@ -227,17 +227,20 @@ def test_the_state_is_carried_over_hops_and_the_first_and_last_write_every_query
     assert error(out, wanted) < TOLERANCE[torch.bfloat16] and error(state.lse, lse) < 1e-5
 
 
-def test_the_backward_adds_to_dq_and_writes_every_row_of_dk_and_dv(kernel):
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_backward_adds_to_dq_and_writes_every_row_of_dk_and_dv_or_adds_to_them(kernel, adds):
     q, k, v, dout, dlse = inputs(96)
     lo, hi = mask.intervals(96, 96, causal=True, cu_seqlens=np.array([0, 10, 50], np.int32))
     wanted = want(q, k, v, dout, dlse, cu_seqlens=[0, 10, 50], scale=0.25)
     delta = KERNELS[kernel].delta(wanted["out"].float(), dout, dlse)
-    dq, dk, dv = torch.ones(q.shape), torch.full(k.shape, torch.nan), torch.full(v.shape, torch.nan)
+    before = 1.0 if adds else 0.0
+    dq, dk, dv = torch.ones(q.shape), *(torch.full(x.shape, 1.0 if adds else torch.nan) for x in (k, v))
     view = part_of(lo, hi, slice(0, 96))
     KERNELS[kernel].backward(
-        dout, q, k, v, wanted["lse"].float(), delta, view, dq, dk, dv, scale=0.25, deterministic=True
+        dout, q, k, v, wanted["lse"].float(), delta, view, dq, dk, dv, scale=0.25, deterministic=True, adds=adds
     )
-    assert error(dq - 1, wanted["dq"]) < 1e-5 and error(dk, wanted["dk"]) < 1e-5 and error(dv, wanted["dv"]) < 1e-5
+    assert error(dq - 1, wanted["dq"]) < 1e-5
+    assert error(dk - before, wanted["dk"]) < 1e-5 and error(dv - before, wanted["dv"]) < 1e-5
 
 
 def test_delta_is_rowsum_of_out_times_dout_minus_dlse_in_fp32(kernel):

@@ -55,12 +55,13 @@ class Kernel(Protocol):
     def backward(
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
         delta: torch.Tensor, view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float,
-        deterministic: bool,
+        deterministic: bool, adds: bool = False,
     ) -> None:  # fmt: skip
         """Gradients of one hop from the lse [B, H, L] and delta over *all* keys.
 
         dq: [B, L, H, D]: fp32 is added to; q's half type, where one hop is all there is, is written, every row
         dk, dv: [B, K, G, D], every row written (0 where nobody looks); fp32, or k's type where one hop is all there is
+        adds: dk and dv are fp32 and are added to, like dq
         deterministic: the same call gives the same bits; otherwise dq may be summed in any order
         """
 

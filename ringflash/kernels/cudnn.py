@@ -71,12 +71,13 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
+    adds: bool = False,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     assert not deterministic, "refuses() comes first"
     parts = few(view)
     with torch.cuda.device_of(q):
-        pieces.backward(differentiate, dout, q, k, v, lse, delta, parts, dq, dk, dv, scale=scale)
+        pieces.backward(differentiate, dout, q, k, v, lse, delta, parts, dq, dk, dv, scale=scale, adds=adds)
 
 
 def attend(

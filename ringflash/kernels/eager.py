@@ -113,13 +113,16 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
-    softcap: float = 0.0,
+    adds: bool = False, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     groups = k.shape[2]
-    dk_total, dv_total = (
-        x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)
-    )
+    if adds:
+        dk_total, dv_total = dk, dv
+    else:
+        dk_total, dv_total = (
+            x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)
+        )
     dq_total = dq if dq.dtype == torch.float32 else torch.zeros_like(dq, dtype=torch.float32)
     for rows, slabs in _slabs(view, q.device):
         if not slabs:

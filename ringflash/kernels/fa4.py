@@ -64,12 +64,13 @@ def forward(
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
+    adds: bool = False,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     parts = few(view)
     one = functools.partial(differentiate, deterministic=deterministic)
     with torch.cuda.device_of(q):
-        pieces.backward(one, dout, q, k, v, lse, delta, parts, dq, dk, dv, scale=scale)
+        pieces.backward(one, dout, q, k, v, lse, delta, parts, dq, dk, dv, scale=scale, adds=adds)
 
 
 def attend(

@@ -146,20 +146,20 @@ def forward(
 def backward(
     differentiate: Differentiate, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     lse: torch.Tensor, delta: torch.Tensor, parts: Sequence[Piece], dq: torch.Tensor, dk: torch.Tensor,
-    dv: torch.Tensor, *, scale: float,
+    dv: torch.Tensor, *, scale: float, adds: bool,
 ) -> None:  # fmt: skip
     """`kernels.Kernel.backward` of a hop whose pieces `differentiate` computes. No piece has a row with lse = -inf."""
     cover = _cover([part.keys for part in parts], k.shape[1])
     direct = dk.dtype == torch.float32 or cover.max(initial=0) < 2
     totals = (dk, dv) if direct else tuple(torch.empty_like(x, dtype=torch.float32) for x in (dk, dv))
-    if (cover != 1).any():
+    if not adds and (cover != 1).any():
         for total in totals:
             total.zero_()
     added = dq
     if dq.dtype != torch.float32:
         once = _cover([part.rows for part in parts], q.shape[1]).max(initial=0) < 2
         added = dq.zero_() if once else torch.zeros_like(dq, dtype=torch.float32)
-    written = np.zeros(k.shape[1], bool)
+    written = np.full(k.shape[1], adds)
     for rows, keys, causal, mirrored in parts if q.numel() else ():
         tensors = _turn(1, mirrored, dout[:, rows], q[:, rows], k[:, keys], v[:, keys])
         statistics = _turn(2, mirrored, lse[:, :, rows], delta[:, :, rows])

@@ -50,10 +50,11 @@ def forward(
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
+    adds: bool = False,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     parts = pieces.pieces(view)
-    pieces.backward(differentiate, dout, q, k, v, lse, delta, parts, dq, dk, dv, scale=scale)
+    pieces.backward(differentiate, dout, q, k, v, lse, delta, parts, dq, dk, dv, scale=scale, adds=adds)
 
 
 def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -64,15 +64,16 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
+    adds: bool = False,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     from . import launch
 
     with torch.cuda.device_of(q):
         if q.shape[3] not in BACKWARD_DIMS:
-            triton.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale, deterministic=True)
+            triton.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale, deterministic=True, adds=adds)
         elif deterministic:
-            launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale)
+            launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale, adds=adds)
             launch.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)
         else:
-            launch.all_gradients(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale)
+            launch.all_gradients(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale, adds=adds)

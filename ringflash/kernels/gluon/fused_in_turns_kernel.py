@@ -26,7 +26,7 @@ def _tile_of_turn(jobs, turn, dk, dv, num_groups, group):
 @gluon.jit
 def _consumer(
     rings, barriers, exchange, k_s, v_s, kv_full, kv_free, jobs, num_jobs, dk, dv, num_groups, group, scales,
-    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     past = 0
@@ -37,7 +37,7 @@ def _consumer(
             rings, barriers, exchange, k_s, v_s, kv_full, (past, turn & 1), num_steps, first_plain, position,
             grads[4], scales, C, D, STAGES, KL)  # fmt: skip
         mbarrier.arrive(kv_free, count=1)
-        store_gradients(grads, b_dk * scales[0], b_dv, C, D, WIDTH)
+        store_gradients(grads, b_dk * scales[0], b_dv, C, D, WIDTH, ADDS)
         past += num_steps
 
 
@@ -73,7 +73,7 @@ def _key_loader(k_desc, v_desc, k_s, v_s, kv_full, kv_free, jobs, num_jobs, dk, 
 def all_gradients_in_turns(
     q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, dq_desc, dk, dv,
     q_tiles, jobs, scale, scale_log2, dq_scale, num_jobs, num_q_tiles, num_groups, group,
-    D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `fused_kernel.all_gradients`, with the jobs of all heads in one table, see `job_of_turn`."""
     rings, barriers, k_s, v_s, kv_full = new_buffers(
@@ -86,9 +86,9 @@ def all_gradients_in_turns(
     scales = (scale, scale_log2, dq_scale)
     gl.warp_specialize([
         (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, kv_free, jobs, num_jobs, dk, dv, num_groups, group,
-                     scales, 0, D, WIDTH, STAGES)),
+                     scales, 0, D, WIDTH, ADDS, STAGES)),
         (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, kv_free, jobs, num_jobs, dk, dv, num_groups, group,
-                     scales, 1, D, WIDTH, STAGES)),
+                     scales, 1, D, WIDTH, ADDS, STAGES)),
         (_adder, (dq_desc, exchange, jobs, num_jobs, dk, dv, num_groups, group, q_tiles, D)),
         (_query_loader, (descs, rings, barriers, jobs, num_jobs, dk, dv, num_groups, group, q_tiles, num_q_tiles,
                          STAGES)),

@@ -147,14 +147,14 @@ def sum_keys(
 @gluon.jit
 def _consumer(
     rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scales,
-    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel`'s."""
     KL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     b_dk, b_dv = sum_keys(
         rings, barriers, exchange, k_s, v_s, kv_full, (0, 0), num_steps, first_plain, position, grads[4], scales,
         C, D, STAGES, KL)  # fmt: skip
-    store_gradients(grads, b_dk * scales[0], b_dv, C, D, WIDTH)
+    store_gradients(grads, b_dk * scales[0], b_dv, C, D, WIDTH, ADDS)
 
 
 @gluon.jit
@@ -171,7 +171,7 @@ def new_exchange(q_desc, dq_desc, D: gl.constexpr):
 def all_gradients(
     q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, dq_desc, dk, dv,
     q_tiles, jobs, scale, scale_log2, dq_scale, num_tiles, num_q_tiles, num_groups, group, section,
-    D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `keys_kernel.keys`, and add dq_scale dS K to dq. dq_desc: [B, H, N, D] fp32 in boxes of BQ rows, D / 2."""
     job, i_bg = job_and_head(jobs, num_tiles, section)
@@ -187,9 +187,9 @@ def all_gradients(
     scales = (scale, scale_log2, dq_scale)
     gl.warp_specialize([
         (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scales,
-                     0, D, WIDTH, STAGES)),
+                     0, D, WIDTH, ADDS, STAGES)),
         (_consumer, (rings, barriers, exchange, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scales,
-                     1, D, WIDTH, STAGES)),
+                     1, D, WIDTH, ADDS, STAGES)),
         (add_steps, (dq_desc, exchange, walk, head, q_tiles, 0, D)),
         (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles,
                     num_q_tiles, row, STAGES)),

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .ends import store_rows
+from .ends import load_rows, store_rows
 from .walk import (
     arrive_free,
     job_and_head,
@@ -205,17 +205,27 @@ def new_buffers(q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, STA
 
 
 @gluon.jit
-def store_gradients(grads, b_dk, b_dv, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
-    """Write the rows of consumer C. grads: pointers to the tile's first row of dk and dv, their strides, its rows."""
+def store_gradients(
+    grads, b_dk, b_dv, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, ADDS: gl.constexpr
+):  # fmt: skip
+    """Write the rows of consumer C, or add to them, which are fp32 then. A row of a key is one program's alone.
+
+    grads: pointers to the tile's first row of dk and dv, their strides, its rows
+    """
     p_dk, p_dv, dk_row, dv_row, count = grads
+    KL: gl.constexpr = b_dk.type.layout
+    if ADDS:
+        b_dv += load_rows(p_dv, dv_row, count, C, D, WIDTH, KL)
     store_rows(b_dv, p_dv, dv_row, count, C, D, WIDTH)
+    if ADDS:
+        b_dk += load_rows(p_dk, dk_row, count, C, D, WIDTH, KL)
     store_rows(b_dk, p_dk, dk_row, count, C, D, WIDTH)
 
 
 @gluon.jit
 def _consumer(
     rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scale, scale_log2,
-    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Keys 64 C ... 64 C + 63 of the tile. grads: see `store_gradients`."""
     TL: gl.constexpr = gl.NVMMADistributedLayout(
@@ -240,7 +250,7 @@ def _consumer(
             b_s, b_dk, b_dv = _step(
                 rings, barriers, k_half, v_half, b_s, b_dk, b_dv, b_key, t, num_steps, scale_log2,
                 False, STAGES, TL, KL)  # fmt: skip
-    store_gradients(grads, b_dk * scale, b_dv, C, D, WIDTH)
+    store_gradients(grads, b_dk * scale, b_dv, C, D, WIDTH, ADDS)
 
 
 @gluon.jit
@@ -269,12 +279,13 @@ def steps_of(walk, group):
 def keys(
     q_desc, k_desc, v_desc, dout_desc, starts_desc, bounds_desc, dk, dv,
     q_tiles, jobs, scale, scale_log2, num_tiles, num_q_tiles, num_groups, group, section,
-    D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
     *_desc: [B, H or G, N, D] in boxes of BQ queries or 128 keys; starts: of `row_starts`, flat; bounds: lo and hi
-    likewise, int32 [num_q_tiles, 2, BQ]; section: see `job_and_head`. Rows that nobody sees are written as 0.
+    likewise, int32 [num_q_tiles, 2, BQ]; section: see `job_and_head`. Rows that nobody sees are written as 0. ADDS: add
+    to dk and dv, which are fp32.
     """
     job, i_bg = job_and_head(jobs, num_tiles, section)
     row, position, walk, head, grads = key_tile(job, i_bg // num_groups, i_bg % num_groups, dk, dv, num_groups, group)
@@ -287,9 +298,9 @@ def keys(
     descs = (q_desc, dout_desc, starts_desc, bounds_desc)
     gl.warp_specialize([
         (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scale,
-                     scale_log2, 0, D, WIDTH, STAGES)),
+                     scale_log2, 0, D, WIDTH, ADDS, STAGES)),
         (_consumer, (rings, barriers, k_s, v_s, kv_full, num_steps, first_plain, position, grads, scale,
-                     scale_log2, 1, D, WIDTH, STAGES)),
+                     scale_log2, 1, D, WIDTH, ADDS, STAGES)),
         (producer, (descs, k_desc, v_desc, rings, barriers, k_s, v_s, kv_full, walk, head, q_tiles, num_q_tiles, row,
                     STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -209,34 +209,37 @@ def row_starts(work: Work, lse, delta, row: int, scale: float) -> torch.Tensor:
     return starts
 
 
-def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float) -> None:
-    """Launch `keys_kernel.keys`: every row of dk and dv is written."""
-    _by_key_tile("keys", dout, q, k, v, lse, delta, view, (dk, dv), scale=scale)
+def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float, adds: bool) -> None:
+    """Launch `keys_kernel.keys`: every row of dk and dv is written, or added to."""
+    _by_key_tile("keys", dout, q, k, v, lse, delta, view, (dk, dv), scale=scale, adds=adds)
 
 
-def all_gradients(dout, q, k, v, lse, delta, view: View, dq, dk, dv, *, scale: float) -> None:
-    """Launch `fused_kernel.all_gradients`: dk and dv are written, dq is summed up in fp32 in an order that varies."""
+def all_gradients(dout, q, k, v, lse, delta, view: View, dq, dk, dv, *, scale: float, adds: bool) -> None:
+    """Launch `fused_kernel.all_gradients`: as `key_gradients`, and dq is summed up in fp32 in an order that varies."""
     total = dq if dq.dtype == torch.float32 else torch.zeros_like(dq, dtype=torch.float32)
-    _by_key_tile("fused", dout, q, k, v, lse, delta, view, (dk, dv), total, scale=scale)
+    _by_key_tile("fused", dout, q, k, v, lse, delta, view, (dk, dv), total, scale=scale, adds=adds)
     if total is not dq:
         dq.copy_(total)
 
 
 def _by_key_tile(
-    kernel: str, dout, q, k, v, lse, delta, view: View, grads: tuple[torch.Tensor, ...], dq=None, *, scale: float
-) -> None:
+    kernel: str, dout, q, k, v, lse, delta, view: View, grads: tuple[torch.Tensor, ...], dq=None, *, scale: float,
+    adds: bool,
+) -> None:  # fmt: skip
     """What the two kernels share whose program is a key tile. grads: dk and dv."""
     rows, keys, _, view = trimmed(view)
-    clear_around(keys, *grads)
+    if not adds:
+        clear_around(keys, *grads)
     dout, q, k, v, grads = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], tuple(grad[:, keys] for grad in grads)
     batch, _, heads, width = q.shape
     groups = k.shape[2]
     in_turns = stays(kernel, q, view, batch * groups) if kernel in IN_TURNS else None
     work = in_turns or Work.of(kernel, q, view)
-    if not work.num_tiles:
+    num_tiles = work.num_busy if adds else work.num_tiles
+    if not num_tiles:
         return
     q, sharp = positive(q, scale)
-    tiles, q_tiles, num_tiles = work.tiling, work.q_tiles, work.num_tiles
+    tiles, q_tiles = work.tiling, work.q_tiles
     run, programs, jobs = keys_kernel.keys, grid(num_tiles, batch, groups), work.jobs
     extra, scales, shared = [], [sharp, sharp * LOG2E], [q, dout]
     if dq is not None:
@@ -254,7 +257,7 @@ def _by_key_tile(
         descriptor(walkable(v), tiles.block_k), descriptor(walkable(dout), tiles.block_q),
         flat(row_starts(work, lse, delta, rows.start, sharp), tiles.block_q), flat(work.bounds, tiles.block_q), *extra,
         *map(rows_argument, grads), q_tiles, jobs, *scales, num_tiles, len(q_tiles), groups, heads // groups, *ends,
-        D=columns(width), WIDTH=width, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
+        D=columns(width), WIDTH=width, ADDS=adds, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip
 
 

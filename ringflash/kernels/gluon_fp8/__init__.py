@@ -49,10 +49,11 @@ def forward(
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
+    adds: bool = False,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     from . import launch
 
     with torch.cuda.device_of(q):
         q, k, v = launch.represented(q, k, v, view)
-    gluon.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale, deterministic=deterministic)
+    gluon.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale, deterministic=deterministic, adds=adds)

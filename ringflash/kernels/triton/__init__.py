@@ -66,11 +66,11 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     view: View, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, scale: float, deterministic: bool,
-    softcap: float = 0.0,
+    adds: bool = False, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """See `kernels.Kernel.backward`."""
     from . import launch
 
     with torch.cuda.device_of(q):
-        launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale, softcap=softcap)
+        launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale, adds=adds, softcap=softcap)
         launch.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale, softcap=softcap)

@@ -98,16 +98,27 @@ def _keys_step(
     return b_dk0, b_dk1, b_dv0, b_dv1
 
 
+@triton.jit
+def _give(
+    x, b_x, i_b, i_h, row, count, ROWS: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr
+):
+    """Write a tile of a gradient, or add to it."""
+    if ADDS:
+        b_x += load(x, i_b, i_h, row, count, ROWS, COLUMN, WIDTH, False)
+    store(x, b_x, i_b, i_h, row, count, ROWS, COLUMN, WIDTH)
+
+
 @triton.jit(do_not_specialize=["num_tiles", "num_full", "num_groups", "group", "num_rows", "head_stride", "skipped"])
 def keys(
     q, k, v, dout, q_desc0, q_desc1, dout_desc0, dout_desc1, lse_desc, delta_desc, lo_desc, hi_desc,
     dk, dv, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
     scale, scale_log2, cap_scale, num_tiles, num_full, num_groups, group, num_rows, head_stride, skipped,
-    D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, ADDS: tl.constexpr,
     CAP: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one (key tile, batch, key head): all query heads of its group, all query tiles that see it.
 
+    ADDS: add to dk and dv, which are fp32
     RAGGED, num_full: as in `forward_kernel.attend`, of the query tiles. Rows that nobody sees are written as 0.
     lse_desc to hi_desc: one dimension in boxes of BQ; or None, all four, as where RAGGED
     head_stride, skipped: rows from one head to the next in lse and delta, and those of each before q begins
@@ -142,11 +153,11 @@ def keys(
                     dout_desc0, dout_desc1, lse_desc, delta_desc, lo_desc, hi_desc, lse, delta, lo, hi, o_head,
                     q_tiles, i_b, i_h, num_rows, scale_log2, cap_scale, D0, D1, BQ, MASK, CAP, RAGGED, UPCAST,
                     PRECISION)  # fmt: skip
-    store(dk, b_dk0 * scale, i_b, i_g, row, count, BK, 0, D0)
-    store(dv, b_dv0, i_b, i_g, row, count, BK, 0, D0)
+    _give(dk, b_dk0 * scale, i_b, i_g, row, count, BK, 0, D0, ADDS)
+    _give(dv, b_dv0, i_b, i_g, row, count, BK, 0, D0, ADDS)
     if D1:
-        store(dk, b_dk1 * scale, i_b, i_g, row, count, BK, D0, D1)
-        store(dv, b_dv1, i_b, i_g, row, count, BK, D0, D1)
+        _give(dk, b_dk1 * scale, i_b, i_g, row, count, BK, D0, D1, ADDS)
+        _give(dv, b_dv1, i_b, i_g, row, count, BK, D0, D1, ADDS)
 
 
 @triton.jit
@@ -191,14 +202,6 @@ def _queries_step(
     return b_dq0, b_dq1
 
 
-@triton.jit
-def _give(dq, b_dq, i_b, i_h, row, count, BQ: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr):
-    """Add to dq where it is fp32; a half type is what one hop, being all there is, writes."""
-    if dq[0].dtype.element_ty == tl.float32:
-        b_dq += load(dq, i_b, i_h, row, count, BQ, COLUMN, WIDTH, False)
-    store(dq, b_dq, i_b, i_h, row, count, BQ, COLUMN, WIDTH)
-
-
 @triton.jit(do_not_specialize=["num_tiles", "num_full", "num_heads", "group", "head_stride", "skipped", "num_keys"])
 def queries(
     q, k, v, dout, k_desc0, k_desc1, v_desc0, v_desc1, dq, lse, delta, lo, hi, q_tiles, k_tiles, ranges, order,
@@ -206,7 +209,7 @@ def queries(
     D0: tl.constexpr, D1: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CAP: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add up dq of one (query tile, batch, head) over all key tiles that it sees; see `_give`.
+    """Add up dq of one (query tile, batch, head) over all key tiles that it sees: added to fp32, written to half types.
 
     RAGGED, num_full: as in the forward. head_stride, skipped: as in `keys`.
     """
@@ -240,6 +243,8 @@ def queries(
                 b_dq0, b_dq1, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, b_lo, b_hi, i_k, k, v, k_desc0, k_desc1,
                 v_desc0, v_desc1, k_tiles, i_b, i_g, num_keys, scale_log2, cap_scale, D0, D1, BK, MASK, CAP, RAGGED,
                 UPCAST, PRECISION)  # fmt: skip
-    _give(dq, b_dq0 * scale, i_b, i_h, row, count, BQ, 0, D0)
+    # a half type is what one hop, being all there is, writes
+    ADDS: tl.constexpr = dq[0].dtype.element_ty == tl.float32
+    _give(dq, b_dq0 * scale, i_b, i_h, row, count, BQ, 0, D0, ADDS)
     if D1:
-        _give(dq, b_dq1 * scale, i_b, i_h, row, count, BQ, D0, D1)
+        _give(dq, b_dq1 * scale, i_b, i_h, row, count, BQ, D0, D1, ADDS)

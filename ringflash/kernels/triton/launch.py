@@ -190,24 +190,28 @@ def clear_around(part: slice, *grads: torch.Tensor) -> None:
             x[:, part.stop :].zero_()
 
 
-def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float, softcap: float = 0.0) -> None:
-    """Launch `backward_kernels.keys`: every row of dk and dv is written."""
+def key_gradients(
+    dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float, adds: bool, softcap: float = 0.0
+) -> None:
+    """Launch `backward_kernels.keys`: every row of dk and dv is written, or added to."""
     rows, keys, _, view = trimmed(view)
-    clear_around(keys, dk, dv)
+    if not adds:
+        clear_around(keys, dk, dv)
     dout, q, k, v, dk, dv = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], dk[:, keys], dv[:, keys]
     batch, num_rows, heads, _ = q.shape
     groups = k.shape[2]
     work = Work.of("keys", q, view)
-    if not work.num_tiles:
+    num_tiles = work.num_busy if adds else work.num_tiles
+    if not num_tiles:
         return
     block, here = work.tiling.block_q, work.card
     *scales, caps = scores_of(scale, softcap)
-    backward_kernels.keys[grid(work.num_tiles, batch, groups)](
+    backward_kernels.keys[grid(num_tiles, batch, groups)](
         *map(rows_argument, (q, k, v, dout)), *descriptors(q, block, here), *descriptors(dout, block, here),
         *numbers(lse, delta, rows.start, work), rows_argument(dk), rows_argument(dv), lse, delta, *work.tables,
         scale, *scales,
-        work.num_tiles, work.num_full, groups, heads // groups, num_rows, lse.shape[2], rows.start,
-        CAP=caps, PRECISION=precision(q.dtype, here), **work.constants,
+        num_tiles, work.num_full, groups, heads // groups, num_rows, lse.shape[2], rows.start,
+        ADDS=adds, CAP=caps, PRECISION=precision(q.dtype, here), **work.constants,
     )  # fmt: skip
 
 
