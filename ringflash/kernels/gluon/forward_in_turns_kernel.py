@@ -20,16 +20,16 @@ from .walk import job_of_turn, new_barriers, new_stages, num_turns
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, shared, q_free, jobs, num_jobs, group, k_tiles,
+    q_desc, k_desc, v_desc, shared, q_free, jobs, num_jobs, group, k_tiles, regular,
     NC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     past = 0
     for turn in range(num_turns(num_jobs)):
         job, i_b, i_h = job_of_turn(jobs, turn)
-        row, _, _, v0, f0, f1, v1, first_key = job
+        row, _, _, v0, f0, f1, v1, _ = job
         mbarrier.wait(q_free.index(turn % 2), (turn // 2 & 1) ^ 1)
         request(
-            q_desc, k_desc, v_desc, shared, (v0, f0, f1, v1, row, first_key), (i_b, i_h, i_h // group), k_tiles,
+            q_desc, k_desc, v_desc, shared, (v0, f0, f1, v1, row), (i_b, i_h, i_h // group), k_tiles, regular,
             (turn % 2 * NC, past), NC, STAGES)  # fmt: skip
         past += v1 - v0
     drain(past, NC, STAGES)
@@ -44,21 +44,21 @@ def _consumer(
     past = 0
     for turn in range(num_turns(num_jobs)):
         job, i_b, i_h = job_of_turn(jobs, turn)
-        row, _, count, v0, f0, f1, v1, first_key = job
+        row, _, count, v0, f0, f1, v1, _ = job
         p_state, p_out, p_lse = first_row(state, out, lse, i_b, i_h, row, num_heads, num_rows)
         consume(
-            shared, (v0, f0, f1, v1, row, first_key), (turn % 2 * NC, past), turn // 2 & 1, count,
-            p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2], scale_log2, k_tiles,
+            shared, (v0, f0, f1, v1, row), (turn % 2 * NC, past), turn // 2 & 1, count, p_state, p_out, p_lse,
+            lo + row, hi + row, state[2], out[2], scale_log2, k_tiles,
             C, D, WIDTH, BK, STAGES, FIRST, LAST, NC)  # fmt: skip
         fence_async_shared()  # the result went through the buffer that TMA is to fill
         mbarrier.arrive(q_free.index(turn % 2), count=1)
         past += v1 - v0
 
 
-@gluon.jit(do_not_specialize=["num_jobs", "num_heads", "group", "num_rows"])
+@gluon.jit(do_not_specialize=["num_jobs", "regular", "num_heads", "group", "num_rows"])
 def attend_in_turns(
     q_desc, k_desc, v_desc, state, out, lse, lo, hi, k_tiles, jobs,
-    scale_log2, num_jobs, num_heads, group, num_rows,
+    scale_log2, num_jobs, regular, num_heads, group, num_rows,
     D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
@@ -77,5 +77,5 @@ def attend_in_turns(
                      k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
         (_consumer, (shared, q_free, jobs, num_jobs, num_heads, num_rows, state, out, lse, lo, hi, scale_log2,
                      k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-        (_producer, (q_desc, k_desc, v_desc, shared, q_free, jobs, num_jobs, group, k_tiles, NC, STAGES)),
+        (_producer, (q_desc, k_desc, v_desc, shared, q_free, jobs, num_jobs, group, k_tiles, regular, NC, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

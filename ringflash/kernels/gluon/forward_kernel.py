@@ -28,7 +28,6 @@ from .ends import first_row, load_rows, store_lse, store_out, store_rows, with_s
 from .walk import (
     LOG2E,
     job_and_head,
-    keys_at,
     masked_keys,
     matrix,
     new_barriers,
@@ -73,27 +72,37 @@ def _fill(desc, at, ring, full, FREE: gl.constexpr, j, STAGES: gl.constexpr, NC:
 
 
 @gluon.jit
-def request(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, behind, NC: gl.constexpr, STAGES: gl.constexpr):
+def _start_of(k_tiles, i_tile, regular, BK: gl.constexpr):
+    """The local start of a key tile; not loaded where tiles are regular, because TMA would wait for it."""
+    start = i_tile * BK
+    if not regular:
+        start = gl.load(k_tiles + 3 * i_tile)
+    return start
+
+
+@gluon.jit
+def request(
+    q_desc, k_desc, v_desc, shared, walk, head, k_tiles, regular, behind, NC: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """Ask for all tiles of one job: K(j) before V(j-1), as it is needed and as its buffer falls free.
 
-    Where a tile starts is loaded a step ahead, or TMA would wait for it; the job knows it of the first.
     behind: (buffer of the first queries, steps before this job's)
     """
     q_s, k_s, v_s, q_full, k_full, v_full = shared
-    v0, f0, f1, v1, row, start = walk
+    v0, f0, f1, v1, row = walk
     i_b, i_h, i_g = head
     query, past = behind
+    BK: gl.constexpr = k_desc.block_type.shape[2]
     num_steps = v1 - v0
     for c in gl.static_range(NC):
         mbarrier.expect(q_full.index(query + c), q_desc.block_type.nbytes)
         tma_load(q_desc, [i_b, i_h, row + c * 64, 0], q_full.index(query + c), q_s.index(query + c))
     if num_steps > 0:
-        ahead = gl.load(k_tiles + 3 * tile_at(gl.minimum(1, num_steps - 1), v0, f0, f1, v1))
+        start = _start_of(k_tiles, tile_at(0, v0, f0, f1, v1), regular, BK)
         _fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, K_FREE, past, STAGES, NC)
         for j in range(1, num_steps):
             before = start
-            start = ahead
-            ahead = gl.load(k_tiles + 3 * tile_at(gl.minimum(j + 1, num_steps - 1), v0, f0, f1, v1))
+            start = _start_of(k_tiles, tile_at(j, v0, f0, f1, v1), regular, BK)
             _fill(k_desc, [i_b, i_g, start, 0], k_s, k_full, K_FREE, past + j, STAGES, NC)
             _fill(v_desc, [i_b, i_g, before, 0], v_s, v_full, V_FREE, past + j - 1, STAGES, NC)
         _fill(v_desc, [i_b, i_g, start, 0], v_s, v_full, V_FREE, past + num_steps - 1, STAGES, NC)
@@ -108,9 +117,9 @@ def drain(num_steps, NC: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, NC: gl.constexpr, STAGES: gl.constexpr):
-    v0, _, _, v1, _, _ = walk
-    request(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, (0, 0), NC, STAGES)
+def _producer(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, regular, NC: gl.constexpr, STAGES: gl.constexpr):
+    v0, _, _, v1, _ = walk
+    request(q_desc, k_desc, v_desc, shared, walk, head, k_tiles, regular, (0, 0), NC, STAGES)
     drain(v1 - v0, NC, STAGES)
 
 
@@ -205,8 +214,7 @@ def _step(
     _arrive(K_FREE + s % STAGES, NC)
     # All threads of the program branch alike. Two loops, with and without a mask, need twice the code, and were slower.
     if is_masked:
-        position, count = keys_at(k_tiles, i_tile)
-        b_s = masked_keys(b_s, b_lo, b_hi, position, count)
+        b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, i_tile)
     b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale_log2)
     # The next step needs V(s), but the wait stands here for its branch: without the end of a basic block ptxas sinks
     # the softmax below the wait for the products, and nothing overlaps. A second branch below it undoes this.
@@ -249,15 +257,14 @@ def _walk(
 ):  # fmt: skip
     """(acc, maximum, sum) after all key tiles but the first `passed`; one at least is left."""
     _, k_s, v_s, _, k_full, v_full = shared
-    v0, f0, f1, v1, _, _ = walk
+    v0, f0, f1, v1, _ = walk
     num_steps = v1 - v0
     num_masked = num_steps - (f1 - f0)
     first = past + passed
-    position, count = keys_at(k_tiles, tile_at(passed, v0, f0, f1, v1))
     b_s = issue_scores(b_q, k_s, k_full, first, BK, STAGES, SL)
     b_s = warpgroup_mma_wait(0, deps=[b_s])
     _arrive(K_FREE + first % STAGES, NC)
-    b_s = masked_keys(b_s, b_lo, b_hi, position, count)
+    b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, tile_at(passed, v0, f0, f1, v1))
     b_pf, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale_log2)
     b_pairs = _pairs(b_pf, v_s.dtype)
     wait_full(v_full, first, STAGES)
@@ -284,7 +291,7 @@ def consume(
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     q_s, _, _, q_full, _, _ = shared
-    v0, _, _, v1, _, _ = walk
+    v0, _, _, v1, _ = walk
     passed = (count >> (COUNT_BITS + PASSED_BITS * C)) & (2**PASSED_BITS - 1)
     count = count & (2**COUNT_BITS - 1)
     o_q = C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SL))
@@ -316,19 +323,19 @@ def consume(
         store_rows(b_acc, p_state, state_row, count, C, D, WIDTH)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_heads", "group", "num_rows", "section"])
+@gluon.jit(do_not_specialize=["num_tiles", "regular", "num_heads", "group", "num_rows", "section"])
 def attend(
     q_desc, k_desc, v_desc, state, out, lse, lo, hi, k_tiles, jobs,
-    scale_log2, num_tiles, num_heads, group, num_rows, section,
+    scale_log2, num_tiles, regular, num_heads, group, num_rows, section,
     D: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc: [B, H or G, N, D] in boxes of 64 queries or BK keys and D columns, of which the
     tensors have WIDTH; TMA reads 0 in the others. The rest as in `triton.forward_kernel.attend`, without num_full and
-    ragged. section: see `job_and_head`.
+    ragged. regular: key tile i starts at i * BK. section: see `job_and_head`.
     """
     job, i_bh = job_and_head(jobs, num_tiles, section)
-    row, _, count, v0, f0, f1, v1, first_key = job
+    row, _, count, v0, f0, f1, v1, _ = job
     i_b = i_bh // num_heads
     i_h = i_bh % num_heads
     p_state, p_out, p_lse = first_row(state, out, lse, i_b, i_h, row, num_heads, num_rows)
@@ -340,7 +347,7 @@ def attend(
     v_s, v_full = new_stages(v_desc, STAGES)
     fence_async_shared()
     shared = (q_s, k_s, v_s, q_full, k_full, v_full)
-    walk = (v0, f0, f1, v1, row, first_key)
+    walk = (v0, f0, f1, v1, row)
     # written out, because adding tuples turns their constexprs into run-time numbers
     if NC == 2:
         gl.warp_specialize([
@@ -348,7 +355,8 @@ def attend(
                        scale_log2, k_tiles, 0, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
             (consume, (shared, walk, (0, 0), 0, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2],
                        scale_log2, k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, NC, STAGES)),
+            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, regular,
+                         NC, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -358,5 +366,6 @@ def attend(
                        scale_log2, k_tiles, 1, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
             (consume, (shared, walk, (0, 0), 0, count, p_state, p_out, p_lse, lo + row, hi + row, state[2], out[2],
                        scale_log2, k_tiles, 2, D, WIDTH, BK, STAGES, FIRST, LAST, NC)),
-            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, NC, STAGES)),
+            (_producer, (q_desc, k_desc, v_desc, shared, walk, (i_b, i_h, i_h // group), k_tiles, regular,
+                         NC, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

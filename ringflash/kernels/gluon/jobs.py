@@ -1,6 +1,6 @@
 """What each program of a Gluon kernel does: one line a tile, made on the host from a view's ranges. numpy.
 
-A job is (row, position, count, v0, f0, f1, v1, extra), as `walk.job_and_head` reads it. Called by `launch`.
+A job is (row, position, count, v0, f0, f1, v1, shift), as `walk.job_and_head` reads it. Called by `launch`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ def jobs_by_query(view: View, tiles: Tiles, block_k: int, num_consumers: int = 0
     """What each program of a query tile does, the longest first: int32 [n, 8], see `walk.job_and_head`.
 
     A short key tile needs the mask, also where it is seen whole: the range without a mask ends at the first of them.
-    extra: the local start of the key tile that is visited first, which spares the producer to wait for it
     num_consumers: how many share the tile, 64 rows each: `count` then says also what each passes over, see `_packed`
     """
     v0, f0, w1, v1 = tiles.q_ranges.T
@@ -28,9 +27,7 @@ def jobs_by_query(view: View, tiles: Tiles, block_k: int, num_consumers: int = 0
     f1 = np.minimum(w1, short[np.searchsorted(short, f0)])
     row, position, count = tiles.q_tiles.T
     passed = [_passed(view, tiles, f1, 64 * c, 64 * c + 64) for c in range(num_consumers)]
-    first = np.where(f1 < v1, v1 - 1, v0)  # see `walk.tile_at`
-    first_key = tiles.k_tiles[np.minimum(first, len(tiles.k_tiles) - 1), 0]
-    jobs = np.stack((row, position, _packed(count, passed), v0, f0, f1, v1, first_key), 1)
+    jobs = np.stack((row, position, _packed(count, passed), v0, f0, f1, v1, np.zeros_like(v0)), 1)
     return jobs.astype(np.int32)[tiles.q_order]
 
 

@@ -79,6 +79,7 @@ class Work(NamedTuple):
     jobs: int32 [num_tiles, 8], see `walk.job_and_head`
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
     num_steps: how many tiles all its programs visit together
+    regular: key tile i starts at i * block_k
     num_heads: see `evening_heads`
     bounds: int32 [num query tiles, 2, block_q], lo and hi tile by tile, (0, 0) behind a short tile's end
     """
@@ -93,6 +94,7 @@ class Work(NamedTuple):
     num_tiles: int
     num_busy: int
     num_steps: int
+    regular: bool
     num_heads: int
     bounds: torch.Tensor
 
@@ -106,6 +108,7 @@ class Work(NamedTuple):
         tiles = TILINGS[kernel][width]
         made: Any = view.tiles(tiles.block_q, tiles.block_k, device, aligned=True)
         host: Any = view.tiles(tiles.block_q, tiles.block_k, aligned=True)
+        regular = bool((host.k_tiles[:, 0] == np.arange(len(host.k_tiles)) * tiles.block_k).all())
         ranges = host.k_ranges if kernel in BY_KEY else host.q_ranges
         jobs = jobs_of(kernel, view, host, tiles)
         start, _, count = host.q_tiles.T[:, :, None]
@@ -116,7 +119,7 @@ class Work(NamedTuple):
         num_busy = int((lengths > 0).sum())
         return cls(
             kernel, tiles, *view.bounds(device), made.q_tiles, made.k_tiles, torch.from_numpy(jobs).to(device),
-            len(ranges), num_busy, int(lengths.sum()), evening_heads(lengths),
+            len(ranges), num_busy, int(lengths.sum()), regular, evening_heads(lengths),
             torch.from_numpy(bounds).to(device),
         )  # fmt: skip
 
@@ -184,7 +187,7 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
         descriptor(walkable(q), 64), descriptor(walkable(k), tiles.block_k), descriptor(walkable(v), tiles.block_k),
         rows_argument(state.out if state.acc is None else state.acc), rows_argument(state.out), state.lse,
         work.lo, work.hi, work.k_tiles, jobs,
-        scale * LOG2E, num_tiles, heads, heads // k.shape[2], num_rows, *ends,
+        scale * LOG2E, num_tiles, work.regular, heads, heads // k.shape[2], num_rows, *ends,
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
         REGISTERS=tiles.registers, FIRST=first, LAST=last, num_warps=4,
     )  # fmt: skip

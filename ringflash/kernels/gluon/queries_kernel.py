@@ -22,7 +22,6 @@ from .walk import (
     arrive_free,
     fill,
     job_and_head,
-    keys_at,
     masked_keys,
     matrix,
     new_barriers,
@@ -68,8 +67,7 @@ def _step(
         b_dq = warpgroup_mma(b_dsa, matrix(k_s.index((j - 1) % STAGES)), b_dq, is_async=True)
         b_s = warpgroup_mma_wait(2, deps=[b_s])
     if MASK:
-        position, count = keys_at(k_tiles, i_tile)
-        b_s = masked_keys(b_s, b_lo, b_hi, position, count)
+        b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, i_tile)
     b_p = gl.exp2(b_s * scale_log2 - b_lse[:, None])
     # Complete already: it ends a basic block, without which ptxas sinks the exponentials below the next wait.
     wait_full(v_full, j, STAGES)

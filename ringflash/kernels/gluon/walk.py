@@ -23,8 +23,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 def job_and_head(jobs, num_tiles, section):
     """(job, batch x heads + head) of a program: head by head, and the last `section` heads as if they were one.
 
-    A job is (row, position, count, v0, f0, f1, v1, extra) of a tile, see `jobs`: where it starts in the tensor and in
-    the sequence, how many rows it has, the range it walks. It is one line of one table, so that a program
+    A job is (row, position, count, v0, f0, f1, v1, shift) of a tile, `launch.jobs_by_query`: where it starts in the
+    tensor and in the sequence, how many rows it has, the range it walks. It is one line of one table, so that a program
     starts after one load and not after three that wait for each other. Jobs are sorted, the longest first. Programs
     that run side by side then read the same tensors; but where the last head starts, its long tiles wait for those of
     the head before, and the grid ends with a few of them. `launch.Work.section` says how many heads even that out.
@@ -68,20 +68,15 @@ def tile_at(j, v0, f0, f1, v1):
 
 
 @gluon.jit
-def keys_at(k_tiles, i_tile):
-    """(position of a key tile's first key, how many keys it has)."""
-    return gl.load(k_tiles + 3 * i_tile + 1), gl.load(k_tiles + 3 * i_tile + 2)
-
-
-@gluon.jit
-def masked_keys(b_s, b_lo, b_hi, position, count):
+def masked_keys(b_s, b_lo, b_hi, k_tiles, i_tile):
     """Scores [rows, keys] of a key tile: -inf where the key is not in [lo, hi) of its row, or behind the tile's end.
-
-    position, count: of the tile, see `keys_at`
 
     A key is 8 i + 2 lane + e, of which i and e lie in one thread's registers: with the lane on the other side of the
     comparison they are constants. Held in registers, the positions of a tile make the kernel spill.
     """
+    p_tile = k_tiles + 3 * i_tile
+    position = gl.load(p_tile + 1)
+    count = gl.load(p_tile + 2)
     x = b_s.reshape([b_s.shape[0], b_s.shape[1] // 8, 4, 2])
     XL: gl.constexpr = x.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, XL)))

@@ -33,7 +33,6 @@ from ..gluon.walk import (
     fill,
     fresh,
     job_and_head,
-    keys_at,
     masked_keys,
     matrix,
     new_barriers,
@@ -111,8 +110,7 @@ def _softmax(b_s, b_max, b_sum, rows, tables, i_tile, b_scale, MASK: gl.constexp
     b_lo, b_hi, b_row_scale = rows
     k_scale, v_log = b_scale
     if MASK:
-        position, count = keys_at(tables, i_tile)
-        b_s = masked_keys(b_s, b_lo, b_hi, position, count)
+        b_s = masked_keys(b_s, b_lo, b_hi, tables, i_tile)
     b_factor = b_row_scale * k_scale
     b_new = gl.maximum(b_max, gl.max(b_s, 1) * b_factor + (v_log - HEADROOM))
     b_safe = gl.where(b_new == float("-inf"), 0.0, b_new) if MASK else b_new
