@@ -154,7 +154,7 @@ def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
         forward(q, k, v, view, state, scale=0.1, first=first, last=last)
     elif kernel == "keys":
         launch.key_gradients(
-            dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1, adds=True
+            dout, q, k, v, lse, lse, view, torch.empty(k.shape), torch.empty(k.shape), scale=0.1, adds=False
         )
     else:
         launch.query_gradient(dout, q, k, v, lse, lse, view, torch.empty(q.shape), scale=0.1)

@@ -131,6 +131,25 @@ def test_programs_that_run_side_by_side_read_the_same_keys():
     assert (heads.max(1) - heads.min(1)).max() <= 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_bytes", "at_most"),
+    [(8192, 8, 2**26, 1.02), (8192, 4, 2**26, 1.02), (8192, 16, 2**23, 1.06), (4096, 8, 2**25, 1.02)],
+)
+def test_few_long_jobs_of_heads_that_share_much_still_end_together(tokens, heads, head_bytes, at_most):
+    """Backward of grouped heads: one head after the other would leave a third of the card idle."""
+    lengths = np.sort(np.arange(tokens // 128) * 2 + 2)[::-1]
+    ideal = heads * (lengths + jobs.JOB_STEPS).sum() / jobs.NUM_SMS
+    chosen = jobs.section_of(lengths, heads, head_bytes)
+    assert jobs.makespan(lengths, heads, chosen) <= at_most * ideal
+    assert jobs.makespan(lengths, heads, 1) >= 1.09 * ideal
+
+
+def test_long_grids_keep_what_heads_share_in_the_cache():
+    lengths = np.sort(np.arange(512) * 2 + 2)[::-1]
+    assert jobs.section_of(lengths, 16, 2**26) == 1
+    assert jobs.section_of(np.full(64, 64), 16, 2**20) == 1  # jobs that are alike end together anyway
+
+
 @pytest.mark.parametrize("kernel", ["forward", "fused"])
 @pytest.mark.parametrize(
     ("width", "masks", "heads", "stays"),

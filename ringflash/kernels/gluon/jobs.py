@@ -5,6 +5,8 @@ A job is (row, position, count, v0, f0, f1, v1, shift), as `walk.job_and_head` r
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from ...mask import Tiles, View
@@ -13,6 +15,10 @@ from .tiling import Tiling
 NUM_SMS = 132  # of the largest Hopper; a program of these kernels has one to itself
 BY_KEY = ("keys", "fused", "fused in turns")  # kernels whose job is a key tile
 PASSING = ("forward", "forward in turns")  # whose consumers pass over what they do not see
+SECTION_BYTES = 2**25  # what the programs of a section share should stay in the L2, which is 50 MB
+SPILL_COST = 0.03
+LONG_ROUNDS = 24  # a grid of so many programs an SM ends evenly enough
+JOB_STEPS = 1.5  # what a job costs besides its steps, in steps
 COUNT_BITS, PASSED_BITS = 9, 7  # of a job's count where consumers pass over: the rows, and above them steps
 
 
@@ -79,3 +85,33 @@ def evening_heads(lengths: np.ndarray) -> int:
     longest, total = int(lengths.max(initial=0)), int(lengths.sum())
     is_uneven = longest * int((lengths > 0).sum()) > 1.25 * total
     return -(-2 * NUM_SMS * longest // total) if is_uneven else 1
+
+
+def makespan(lengths: np.ndarray, num_heads: int, section: int, num_programs: int = NUM_SMS) -> float:
+    """Steps until the last program of a grid ends, in the order of `walk.job_and_head`: each to whoever is free first.
+
+    lengths: int [tiles], of one head, the longest first
+    """
+    costs = lengths + JOB_STEPS
+    free = [0.0] * num_programs
+    for cost in np.concatenate((np.tile(costs, num_heads - section), np.repeat(costs, section))).tolist():
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def section_of(lengths: np.ndarray, num_heads: int, head_bytes: int) -> int:
+    """How many heads should end a grid together: the more, the more evenly; the fewer, the more of what their programs
+    share stays in the L2. Beyond SECTION_BYTES each doubling is taken to cost SPILL_COST of the time.
+
+    lengths: as in `makespan`; head_bytes: what the programs of one head read again and again
+    """
+    most = min(evening_heads(lengths), num_heads)
+    fits = min(max(SECTION_BYTES // head_bytes, 1), most)
+    if fits == most or len(lengths) * num_heads > LONG_ROUNDS * NUM_SMS:
+        return fits
+
+    def cost(section: int) -> float:
+        return makespan(lengths, num_heads, section) * (1 + SPILL_COST * np.log2(max(section / fits, 1)))
+
+    doublings = [fits * 2**i for i in range(10) if fits * 2**i < most]
+    return min((*doublings, most), key=cost)

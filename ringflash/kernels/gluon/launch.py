@@ -18,7 +18,7 @@ from ..scaling import positive
 from ..trimming import trimmed
 from ..triton.launch import LOG2E, clear_around, grid, rows_argument
 from . import forward_in_turns_kernel, forward_kernel, fused_in_turns_kernel, fused_kernel, keys_kernel, queries_kernel
-from .jobs import BY_KEY, NUM_SMS, evening_heads, jobs_of
+from .jobs import BY_KEY, NUM_SMS, jobs_of, section_of
 from .tiling import TILINGS, Tiling, columns
 from .turns import turns
 
@@ -27,7 +27,6 @@ MAX_NUMBERS = 2**31 - 1  # two a row, of all heads together: the backward's TMA 
 
 # kernel -> its form whose programs stay, and the tiles that a program visits on average below which it is taken
 IN_TURNS = {"forward": ("forward in turns", 24), "fused": ("fused in turns", 24)}
-SECTION_BYTES = 2**25  # what the programs of a section share should stay in the L2, which is 50 MB
 
 
 class Walkable(NamedTuple):
@@ -80,7 +79,7 @@ class Work(NamedTuple):
     num_tiles: how many tiles; num_busy: how many of them, first in order, see anything
     num_steps: how many tiles all its programs visit together
     regular: key tile i starts at i * block_k
-    num_heads: see `evening_heads`
+    lengths: int [num_tiles] on the host, how many tiles each visits, the longest first
     bounds: int32 [num query tiles, 2, block_q], lo and hi tile by tile, (0, 0) behind a short tile's end
     """
 
@@ -95,7 +94,7 @@ class Work(NamedTuple):
     num_busy: int
     num_steps: int
     regular: bool
-    num_heads: int
+    lengths: np.ndarray
     bounds: torch.Tensor
 
     @classmethod
@@ -119,20 +118,21 @@ class Work(NamedTuple):
         num_busy = int((lengths > 0).sum())
         return cls(
             kernel, tiles, *view.bounds(device), made.q_tiles, made.k_tiles, torch.from_numpy(jobs).to(device),
-            len(ranges), num_busy, int(lengths.sum()), regular, evening_heads(lengths),
+            len(ranges), num_busy, int(lengths.sum()), regular, np.sort(lengths)[::-1],
             torch.from_numpy(bounds).to(device),
         )  # fmt: skip
 
-    def section(self, heads: int, groups: int, *shared: torch.Tensor) -> int:
-        """How many heads end a grid together, see `walk.job_and_head`: `num_heads`, if the L2 holds what they share.
+    def section(self, view: View, groups: int, group: int, *shared: torch.Tensor) -> int:
+        """How many heads end a grid together, see `walk.job_and_head` and `jobs.section_of`; made once a view.
 
-        heads: of the grid and one batch entry, in `groups` that share; shared: [B, N, ..., D], what its programs read
-        again and again.
+        groups: of heads that share, in one batch entry, `group` heads of the grid each
+        shared: [B, N, ..., D], what its programs read again and again
         """
-        if self.num_heads == 1:
-            return 1
-        group_bytes = sum(x.numel() * x.element_size() for x in shared) // (shared[0].shape[0] * groups)
-        return min(self.num_heads, max(SECTION_BYTES // group_bytes, 1) * (heads // groups))
+        batch = shared[0].shape[0]
+        group_bytes = sum(x.numel() * x.element_size() for x in shared) // (batch * groups)
+        heads, head_bytes = batch * groups * group, -(-group_bytes // group)
+        key = ("section", self.kernel, self.tiling, heads, head_bytes)
+        return view.memo(key, lambda: section_of(self.lengths, heads, head_bytes))
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     q, scale = positive(q, scale)
     tiles = work.tiling
     run, programs, jobs = forward_kernel.attend, grid(num_tiles, batch, heads), work.jobs
-    ends = [work.section(heads, k.shape[2], k, v)]
+    ends = [work.section(view, k.shape[2], heads // k.shape[2], k, v)]
     if in_turns:
         jobs = all_turns(view, work, num_tiles, batch=batch, heads=heads, section=ends[0])
         run, programs, num_tiles, ends = forward_in_turns_kernel.attend_in_turns, (num_sms(q.device),), len(jobs), []
@@ -250,7 +250,7 @@ def _by_key_tile(
         target = walkable(dq[:, rows])
         assert target.base.data_ptr() == dq[:, rows].data_ptr(), "dq must be walked itself: a copy's sums would be lost"
         extra = [descriptor(target, tiles.block_q, 2)]
-    ends = [work.section(groups, groups, *shared)]
+    ends = [work.section(view, groups, 1, *shared)]
     if in_turns:
         jobs = all_turns(view, work, num_tiles, batch=batch, heads=groups, section=ends[0])
         run, programs = fused_in_turns_kernel.all_gradients_in_turns, (num_sms(q.device),)
@@ -283,7 +283,7 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
         descriptor(walkable(dout), 64),
         rows_argument(dq), from_row(lse, rows.start), from_row(delta, rows.start),
         work.lo, work.hi, work.k_tiles, work.jobs, scale, sharp * LOG2E, num_tiles, heads, heads // k.shape[2],
-        lse.shape[2], work.section(heads, k.shape[2], k, v),
+        lse.shape[2], work.section(view, k.shape[2], heads // k.shape[2], k, v),
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
         REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip

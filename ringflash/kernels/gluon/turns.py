@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-JOB_STEPS = 1.5  # what a job costs besides its steps, in steps
+from .jobs import JOB_STEPS
 
 
 def heads_in_order(jobs: np.ndarray, num_heads: int, section: int) -> tuple[np.ndarray, np.ndarray]:
