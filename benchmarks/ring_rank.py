@@ -37,7 +37,7 @@ from attention import REP_MS, Stopwatch
 from cases import BACKWARD, documents
 from provenance import ROOT, provenance
 
-from ringflash import LAYOUTS, makespan, mask, ring, routes
+from ringflash import ARRANGEMENTS, LAYOUTS, makespan, mask, ring, routes
 from ringflash.kernels import KERNELS, Kernel
 from ringflash.kernels.choice import choose
 from ringflash.layouts.documents import Documents
@@ -60,6 +60,7 @@ class Case(NamedTuple):
     mask: str
     heads: int = 16
     head_dim: int = 128
+    arrangement: str = "ring"
 
     @property
     def rank(self) -> int:
@@ -71,7 +72,9 @@ class Case(NamedTuple):
         return self.ranks * self.local
 
     def __str__(self) -> str:
-        return f"P={self.ranks} L={self.local} {self.heads}:{self.kv_heads} heads {self.mask} {LAYOUT_OF[self.mask]}"
+        heads, layout = f"{self.heads}:{self.kv_heads}", LAYOUT_OF[self.mask]
+        way = "" if self.arrangement == "ring" else f" {self.arrangement}"
+        return f"P={self.ranks} L={self.local} {heads} heads {self.mask} {layout}{way}"
 
 
 def sweep() -> list[Case]:
@@ -117,7 +120,7 @@ def work(case: Case) -> Work:
     lo, hi = intervals(case, case.seq_len)
     borders = np.array(documents(case.seq_len) if case.mask == "documents" else [0, case.seq_len])
     segments = LAYOUTS[LAYOUT_OF[case.mask]].segments(case.seq_len, case.ranks, 1, Documents(borders, True))
-    plan = routes.Plan(segments, case.rank, lo, hi)
+    plan = routes.Plan(segments, case.rank, lo, hi, arrangement=case.arrangement)
     views = [view for view in plan.forward.views if view]
     keys = np.concatenate([view.k_segments for view in views])
     keys = keys[np.argsort(keys[:, 0])]
@@ -385,7 +388,8 @@ def read(path: Path) -> dict[tuple, dict]:
     """identity -> row."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     names = (*Case._fields, "direction")
-    return {tuple(row[name] for name in names): row for row in map(json.loads, lines)}
+    rows = [Case._field_defaults | json.loads(line) for line in lines]
+    return {tuple(row[name] for name in names): row for row in rows}
 
 
 def left(cases: Sequence[Case], done: dict[tuple, dict]) -> list[Case]:
@@ -397,6 +401,7 @@ def run(cases: Sequence[Case], arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     watch = Host() if arguments.tiny else GPU()
     words = [w for flag in ("bars", "tiny") if getattr(arguments, flag) for w in [f"--{flag}"]]
+    words += ["--arrangement", arguments.arrangement] if arguments.arrangement != "ring" else []
     words += ["--only", arguments.only] if arguments.only else []
     where = {} if arguments.tiny else provenance("ring_rank.py", words, arguments.commit)
     for index, case in enumerate(cases):
@@ -422,6 +427,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small cases on the CPU, which prove nothing about speed")
     parser.add_argument("--dry-run", action="store_true", help="list the cases, measure nothing")
     parser.add_argument("--only", metavar="REGEX", help="cases whose description matches, as --dry-run prints it")
+    parser.add_argument("--arrangement", choices=[name for name in ARRANGEMENTS if name != "double"], default="ring")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, help="stop, with exit code 3, before a case that would end later")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/results/ring_rank.jsonl")
@@ -432,6 +438,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(words)
     cases = tiny() if arguments.tiny else bars() if arguments.bars else sweep()
+    cases = [case._replace(arrangement=arguments.arrangement) for case in cases]
     cases = [case for case in cases if re.search(arguments.only or "", str(case))]
     cases = left(cases, read(arguments.output))
     if arguments.dry_run:
