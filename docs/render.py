@@ -39,7 +39,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def gpu() -> str:
     """Largest errors of the triton kernel on a GPU, by dtype."""
-    result = load("gpu_tests")
+    result, newer = load("gpu_tests"), load("gpu_gluon")
     worst: dict[str, dict[str, float]] = {}
     for test in result["tests"]:
         dtype = re.search(r"torch\.(float32|bfloat16|float16)\]", test["test"])
@@ -55,7 +55,8 @@ def gpu() -> str:
         "against the fp64 reference, relative to the largest value, over all masks and head dimensions:\n\n"
         + table(["", *names], rows)
         + f"\nRms error of a ring of 8 over that of one rank, bf16, largest of 3 seeds: {max(ratios):.3f}.\n"
-        + f"{source(result)}\n"
+        + f"{source(result)}\n\n"
+        + f"The Gluon kernels since: {newer['passed']} tests passed, {newer['failed']} failed. {source(newer)}\n"
     )
 
 
@@ -249,7 +250,9 @@ def ring_rank() -> str:
             "predicted ms", "ms"]  # fmt: skip
     cases: dict[tuple, dict[str, dict]] = {}
     for row in rows:
-        case = (row["ranks"], row["local"], f"{row['heads']}:{row['kv_heads']}", row["layout"])
+        way = row.get("arrangement", "ring")
+        layout = row["layout"] if way == "ring" else f"{row['layout']}, {way}"
+        case = (row["ranks"], row["local"], f"{row['heads']}:{row['kv_heads']}", layout)
         cases.setdefault(case, {})[row["direction"]] = row
     lines = []
     for case, ways in cases.items():
