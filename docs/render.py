@@ -167,7 +167,7 @@ def speed() -> str:
     lines = [[*map(str, case), *(found.get(length, "") for length in lengths)] for case, found in sorted(cells.items())]
     head = ["direction", "D", "mask", *(f"{length // 1024}k" for length in lengths)]
     by_length = [row for row in rows_of("attention") if row["head_dim"] == 128 and row["heads"] == row["kv_heads"]]
-    words = "TFLOP/s by length of ringflash, cuDNN, FlashAttention and FlexAttention"
+    words = "TFLOP/s by length of ringflash and its peers"
     picture = f"\n![{words}](docs/images/attention_d128.svg)\n\n{sources(by_length)}\n" if by_length else ""
     return f"{table(head, lines)}\n{sources(rows)}\n{picture}"
 

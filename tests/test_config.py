@@ -174,7 +174,7 @@ REFUSED = {
     # lengths
     "sequence.length=8190": ("8190", "divide by 8", "'zigzag'", "8192"),
     "sequence.length=0": ("sequence.length = 0", "greater than or equal to 1"),
-    "sequence.layout=spiral": ("'spiral'", "'contiguous', 'zigzag', 'striped' or 'balanced'"),
+    "sequence.layout=spiral": ("'spiral'", "'contiguous', 'zigzag', 'striped', 'balanced' or 'auto'"),
     # the model
     "model.architecture=gpt2": ("'gpt2'", "'llama'"),
     "model.config.vocab_size=257": ("vocab_size = 257", "'bytes'", "258"),

@@ -9,6 +9,7 @@ import torch
 import training
 from conftest import error
 
+from train import world
 from train.data.tokens import ByteTokenizer
 
 MESHES = [(4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
@@ -67,6 +68,27 @@ def test_ways_round_the_ring_are_those_of_the_config(pool, texts, alone, mesh, w
     got, want = pool(4)(training.train, ways(texts, mesh, **way), "mixed")[0], alone("sgd", 2)
     for name, weight in want["weights"].items():
         assert error(got["weights"][name], weight) <= 1e-5, name
+
+
+def test_a_layout_left_to_the_run_changes_nothing_but_who_holds_what(pool, texts, alone):
+    sequence, memory = {"length": training.LENGTH, "layout": "auto"}, {"checkpoint": "none", "loss_chunk": 5}
+    config = training.config_of(texts, mesh=(1, 4, 1), zero=1, steps=2, sequence=sequence, memory=memory)
+    got, want = pool(4)(training.train, config, "mixed")[0], alone("sgd", 2)
+    for name, weight in want["weights"].items():
+        assert error(got["weights"][name], weight) <= 1e-5, name
+
+
+def layouts_of(window: int | None) -> list[str]:
+    """Names of the layouts of one document, and of three, for a model whose layers all have this window."""
+    model = {"architecture": "mistral", "config": training.LLAMA | {"sliding_window": window}}
+    sequence = {"length": 4096, "layout": "auto"}
+    joined = world.connect(training.config_of(".", mesh=(1, 4, 1), model=model, sequence=sequence), training.device())
+    return [joined.layout(4096, borders).name for borders in (None, [0, 1024, 2048, 3072, 4096])]
+
+
+def test_the_layout_suits_the_windows_of_the_model_and_the_documents(pool):
+    assert pool(4)(layouts_of, None)[0] == ["zigzag", "contiguous"]  # a document for each rank: nothing travels
+    assert pool(4)(layouts_of, 64)[0] == ["contiguous", "contiguous"]
 
 
 def test_gradients_travel_in_the_type_of_the_config(two, texts):

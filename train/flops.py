@@ -76,7 +76,7 @@ def describe(config: Any) -> ModelShape:
         matmul_params=layers + config.vocab_size * width,
         heads=heads,
         head_dim=head_dim,
-        windows=_windows(config),
+        windows=windows_of(config),
     )
 
 
@@ -88,7 +88,8 @@ def _mlp(config: Any, layer: int) -> int:
     return config.hidden_size * (3 * config.num_experts_per_tok * config.moe_intermediate_size + experts)
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    """Of each layer of a transformers config, see `ModelShape.windows`. ValueError for kinds of layers unknown here."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

@@ -104,7 +104,7 @@ def build_engine(config: Config, world: World, *, filled: bool = True) -> Engine
     """
     batch = config.batch(world.size)
     ringflash.hf.register(world.ring, name=model.ATTENTION)
-    world.ring.layout(config.sequence.length)
+    world.layout(config.sequence.length)
     if config.train.self_test:
         probe.check_attention(config, world)
         probe.check_gradient(config, world)
@@ -275,7 +275,7 @@ def place(run: Run, micro: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, 
         for name in ("ids", "labels")
     )
     borders = micro[0].cu_seqlens if run.config.data.document_mask else None
-    return ids, labels, run.world.ring.layout(run.config.sequence.length, cu_seqlens=borders)
+    return ids, labels, run.world.layout(run.config.sequence.length, borders)
 
 
 def peak_memory(device: torch.device) -> float:

@@ -79,7 +79,8 @@ class Guard:
         held: list[Place] = []
         if self._world.rank == rank:
             for sequence in window[micro]:
-                layout = self._world.ring.layout(len(sequence.ids), cu_seqlens=sequence.cu_seqlens)
+                borders = sequence.cu_seqlens if self._config.data.document_mask else None
+                layout = self._world.layout(len(sequence.ids), borders)
                 inside = np.searchsorted(sequence.cu_seqlens, layout.positions.cpu().numpy(), side="right") - 1
                 held += [place for index, place in enumerate(sequence.places) if index in inside]
         names: list[str] = self._names(held[:SHOWN], lines=True)

@@ -92,7 +92,7 @@ def check_attention(config: Config, world: World) -> None:
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens = TOKENS_PER_RANK * world.ring.size
     ids = torch.randint(small.vocab_size, (1, tokens), generator=generator).to(world.device)
-    layout = world.ring.layout(tokens)
+    layout = world.layout(tokens)
     torch.manual_seed(config.train.seed)
     alone = models.build_decoder(copy.deepcopy(small), dtype=dtype, attention="sdpa", device=world.device).eval()
     ringed = models.build_decoder(copy.deepcopy(small), dtype=dtype, attention=models.ATTENTION, device=world.device)

@@ -26,6 +26,8 @@ import torch.distributed as dist
 import ringflash
 
 from .config import Config
+from .flops import windows_of
+from .model import config_of
 
 VERDICT_VARIABLE = "RINGFLASH_VERDICT_DIR"
 """Folder for the verdict of this rank; set by `launch`, absent under a bare torchrun."""
@@ -77,6 +79,7 @@ class World:
     writing: the same ranks again, for the thread that writes a checkpoint meanwhile
     lifeline, board: for `watch`: all ranks over gloo, broken by a rank that is gone; words that all ranks can read
     restarted: whether torchrun or slurm started this process again in place of one of the same job
+    windows: those that layers of the model have, None for layers without, where the layout is chosen by them
     """
 
     rank: int
@@ -90,6 +93,12 @@ class World:
     lifeline: dist.ProcessGroup
     board: dist.Store
     restarted: bool = False
+    windows: tuple[int | None, ...] | None = None
+
+    def layout(self, length: int, borders: list[int] | None = None) -> ringflash.Layout:
+        """How the ranks of a ring share a sequence. borders: of the documents inside which attention stays."""
+        windows = None if self.windows is None else list(self.windows)
+        return self.ring.layout(length, cu_seqlens=borders, windows=windows)
 
     def gather(self, numbers: list[float]) -> np.ndarray:
         """The same few numbers of every rank, float64 [size, len(numbers)], on every rank. All ranks must call it."""
@@ -156,7 +165,12 @@ def connect(config: Config, device: torch.device) -> World:
     store: Any = dist.distributed_c10d._get_default_store()
     board = store.clone()  # another thread may be waiting in the first
     restarted = any(int(os.environ.get(name, 0)) for name in RESTART_VARIABLES)
-    return World(rank, size, device, ring, rank // shared, data_size, control, writing, lifeline, board, restarted)
+    windows = None
+    if config.sequence.layout == "auto":
+        windows = tuple(dict.fromkeys(windows_of(config_of(config.model, config.sequence.length))))
+    return World(
+        rank, size, device, ring, rank // shared, data_size, control, writing, lifeline, board, restarted, windows
+    )
 
 
 def device_of(place: Place) -> torch.device:

@@ -114,8 +114,9 @@ class Data(Section):
 class Sequence(Section):
     length: Annotated[int, Field(ge=1, le=2**31 - 1)]
     """Tokens of one packed sequence, over all ranks that share it."""
-    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = "zigzag"
-    """Which tokens of the sequence each rank holds."""
+    layout: Literal["contiguous", "zigzag", "striped", "balanced", "auto"] = "zigzag"
+    """Which tokens of the sequence each rank holds; auto: chosen for each batch, by the windows of the model's layers
+    and the documents."""
 
 
 class Parallel(Section):

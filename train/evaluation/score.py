@@ -82,7 +82,7 @@ def _blank(like: Marked) -> Marked:
 def _score(engine: Engine, world: World, marked: Marked, num_rows: int) -> torch.Tensor:
     """Sums over this rank's tokens of one sequence: float64 [num_rows, 3]."""
     sequence, rows, documents = marked
-    layout = world.ring.layout(len(sequence.ids), cu_seqlens=sequence.cu_seqlens if documents else None)
+    layout = world.layout(len(sequence.ids), sequence.cu_seqlens if documents else None)
     ids, labels, rows_local = (
         layout.shard(torch.from_numpy(whole)[None].to(world.device)) for whole in (sequence.ids, sequence.labels, rows)
     )
