@@ -8,7 +8,7 @@ speed. For train_step.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -60,36 +60,38 @@ class Here:
 
 
 class Share:
-    """The work of one rank of a ring of `size` on `length` tokens, layout zigzag.
+    """The work of one rank of a ring of `size`, layout zigzag.
 
-    with share.taken(): ...         # a model of length / size tokens; of other lengths it stays alone
+    share = Share(8, 4, [2**20, 2**17], None)
+    with share.taken(): ...         # a model of 2**17 or 2**14 tokens
+
+    lengths: of whole sequences
     """
 
-    def __init__(self, size: int, rank: int, length: int, window: int | None) -> None:
+    def __init__(self, size: int, rank: int, lengths: Sequence[int], window: int | None) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"--ring-rank {rank} must be one of 0 to {size - 1}")
-        if length % (2 * size):
-            raise ValueError(f"--length {length} must divide by {2 * size}, twice --ring")
-        lo, hi = mask.intervals(length, length, causal=True, window=window)
-        segments = LAYOUTS["zigzag"].segments(length, size, 1, Documents(np.array([0, length]), True))
-        self._plan, self._local = routes.Plan(segments, rank, lo, hi), length // size
+        self._plans: dict[int, routes.Plan] = {}
+        for length in lengths:
+            if length % (2 * size):
+                raise ValueError(f"--length {length} must divide by {2 * size}, twice --ring (--warm by 2)")
+            lo, hi = mask.intervals(length, length, causal=True, window=window)
+            segments = LAYOUTS["zigzag"].segments(length, size, 1, Documents(np.array([0, length]), True))
+            self._plans[length // size] = routes.Plan(segments, rank, lo, hi)
         self.transport = Arriving(rank, size)
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Inside, the ring's loop walks this rank's route instead of that of one device."""
-        forward, backward, plan, transport = ring.forward, ring.backward, self._plan, self.transport
+        forward, backward, plans, transport = ring.forward, ring.backward, self._plans, self.transport
 
         def go(q: Any, k: Any, v: Any, *route: Any, **given: Any) -> Any:
-            if q.shape[1] == self._local:
-                route = plan.forward, transport, route[2]
-            return forward(q, k, v, *route, **given)
+            return forward(q, k, v, plans[q.shape[1]].forward, transport, route[2], **given)
 
         def back(dout: Any, q: Any, k: Any, *rest: Any, **given: Any) -> Any:
-            *tensors, route, there, kernel = rest
-            if q.shape[1] == self._local:
-                route, there = plan.backward(routes.sizes_of(q, k, torch.float32), "keys"), transport
-            return backward(dout, q, k, *tensors, route, there, kernel, **given)
+            *tensors, _, _, kernel = rest
+            route = plans[q.shape[1]].backward(routes.sizes_of(q, k, torch.float32), "keys")
+            return backward(dout, q, k, *tensors, route, transport, kernel, **given)
 
         with patch.multiple(ring, forward=go, backward=back):
             yield

@@ -72,11 +72,9 @@ class Spans:
             spans.clear()
         self._begun = self._now()
 
-    def seconds(self) -> dict[str, float]:
-        """Once the device is done: of all calls together."""
-        return {
-            f"{name}_s": round(sum(self._between(*span) for span in spans), 4) for name, spans in self._spans.items()
-        }
+    def calls(self) -> dict[str, list[float]]:
+        """Once the device is done: the seconds of each call."""
+        return {name: [round(self._between(*span), 4) for span in spans] for name, spans in self._spans.items()}
 
     def _now(self) -> Any:
         if self._device.type == "cpu":

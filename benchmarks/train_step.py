@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import resource
-import shlex
 import sys
 import time
 from contextlib import nullcontext
@@ -35,89 +34,12 @@ import torch  # noqa: E402
 from profiling import maybe  # noqa: E402
 from ring_share import Share  # noqa: E402
 from spans import Spans  # noqa: E402
+from steps import AGAINST, SHAPES, against, config_of, parsed, predicted  # noqa: E402
 
 import ringflash  # noqa: E402
-from train import flops, memory, model, plan, world  # noqa: E402
-from train.config import Config, Memory  # noqa: E402
+from train import flops, model, world  # noqa: E402
+from train.config import Config  # noqa: E402
 from train.engine import Engine, cutter  # noqa: E402
-
-LLAMA = {"architecture": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama3-8b": LLAMA | {
-        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
-    },
-    "qwen3-8b": {
-        "architecture": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-    "llama3-1b": LLAMA | {
-        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
-    },
-    "tiny": LLAMA | {
-        "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-
-
-def config_of(asked: argparse.Namespace, *, whole: bool = False) -> Config:
-    """The configuration of a run that these words ask for. Raises: ConfigError.
-
-    whole: of all ranks of --ring, where otherwise it is that of one rank's tokens alone
-    """
-    table = dict(SHAPES[asked.shape])
-    architecture = table.pop("architecture")
-    if asked.layers is not None:
-        table["num_hidden_layers"] = asked.layers
-    if asked.window is not None:
-        table["sliding_window"] = asked.window
-        if architecture == "llama":
-            architecture = "mistral"  # the same layers, with a window
-        else:
-            table |= {"use_sliding_window": True, "max_window_layers": 0}
-    memory = {
-        "checkpoint": asked.checkpoint, "checkpoint_every": asked.checkpoint_every, "offload": asked.offload,
-        "mlp_tile": asked.mlp_tile, "loss_chunk": asked.loss_chunk,
-    }  # fmt: skip
-    return Config.model_validate(
-        {
-            "model": {"architecture": architecture, "dtype": asked.dtype, "config": table},
-            "data": {"path": "stdlib"},
-            "sequence": {
-                "length": asked.length if whole else asked.length // asked.ring,
-                "layout": "zigzag" if whole else "contiguous",
-            },
-            "parallel": {"ring": asked.ring if whole else 1, "zero": asked.zero},
-            "optimizer": {"name": "adamw" if asked.optimizer == "none" else asked.optimizer, "lr": 1e-5},
-            "train": {"name": "step", "steps": 1, "self_test": False},
-            "memory": memory,
-            "metrics": {"wandb": "disabled"},
-            "launch": {"processes_per_node": asked.ring if whole else 1},
-        }
-    )
-
-
-def predicted(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What `train.memory` and `train.flops` say of the step. Raises: ValueError if it cannot fit, unless forced."""
-    config = config_of(asked, whole=True)
-    hf = model.config_of(config.model, asked.length)
-    planned = plan.Plan(config, hf, asked.ring, updates=asked.optimizer != "none")
-    rates = flops.RATES["H200"]
-    room = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
-    host = plan.host_bytes() if asked.host_gb is None else round(asked.host_gb * plan.GB)
-    limits = plan.Limits(room, host, 1)
-    if not asked.force and (refusal := planned.refusal(limits, rates)):
-        raise ValueError(refusal)
-    found, times = memory.predict(planned.sizes, planned.step()), planned.seconds(planned.step(), rates)
-    return {
-        "predicted_peak_bytes": found.device_bytes, "predicted_peak": found.peak._asdict(),
-        "predicted_host_bytes": found.host_bytes, "predicted_seconds": sum(times.values()),
-        "predicted_parts_s": {name: round(seconds, 3) for name, seconds in times.items()},
-        "predicted_longest": planned.longest(planned.step(), limits) if room else None,
-    }  # fmt: skip
 
 
 class Step:
@@ -202,7 +124,8 @@ def measure(
         with maybe(device, asked.profile) as profile:
             before = share.transport.num_bytes if share else 0
             times = step(length)
-    spent = spans.seconds()
+    calls = spans.calls()
+    spent = {f"{name}_s": round(sum(each), 4) for name, each in calls.items()}
     print(f"step: {times['seconds']:.3f} s, {spent}", file=sys.stderr, flush=True)
     counted = flops.step_flops(shape, [asked.length])
     counted = counted._replace(**{name: size // asked.ring for name, size in counted._asdict().items()})
@@ -215,6 +138,7 @@ def measure(
         "mfu_causal": round(total / seconds / 1e12 / peak, 4) if peak else None,
         "attention_share_of_flops": round(counted.attention / total, 4),
         "attention_share_of_time": round((spent["attention_forward_s"] + spent["attention_backward_s"]) / seconds, 4),
+        "calls_s": calls,
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "ready_s": ready,
     }
@@ -243,28 +167,6 @@ def whole_ring(asked: argparse.Namespace, config: Config, row: dict[str, Any], r
     }  # fmt: skip
 
 
-def against(path: Path) -> list[str]:
-    """A table of measured rows beside what is predicted of them now."""
-    lines = [
-        "| shape | layers | tokens | [memory] | peak, GB | predicted | host, GB | predicted | seconds | predicted |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-        asked = parsed(shlex.split(row["command"])[2:])
-        asked.force = True
-        now = predicted(asked, torch.device("cpu"))
-        usual = Memory().model_dump()
-        switches = ", ".join(f"{key} = {value}" for key, value in row["memory"].items() if value != usual[key])
-        pairs = [
-            (row["peak_allocated_bytes"] / 1e9, now["predicted_peak_bytes"] / 1e9),
-            (row["host_peak_bytes"] / 1e9, (now["predicted_host_bytes"] + plan.HOST_BASE) / 1e9),
-            (row["seconds"], now["predicted_seconds"]),
-        ]
-        numbers = " | ".join(f"{got:.1f} | {said:.1f} ({said / got - 1:+.0%})" for got, said in pairs)
-        lines.append(f"| {row['shape']} | {row['layers']} | {row['length']:,} | {switches} | {numbers} |")
-    return lines
-
-
 def where(words: list[str], commit: str | None) -> dict[str, str]:
     """Where the row comes from, on a GPU or not."""
     from provenance import provenance
@@ -277,43 +179,12 @@ def where(words: list[str], commit: str | None) -> dict[str, str]:
     }  # fmt: skip
 
 
-def parsed(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--layers", type=int, help="of the shape, left out: all")
-    parser.add_argument("--length", type=int, default=131072, help="tokens")
-    parser.add_argument("--window", type=int, help="keys that a query sees, left out: all before it")
-    parser.add_argument("--ring", type=int, default=1, metavar="P", help="take one rank's part of a ring of P alone")
-    parser.add_argument("--ring-rank", type=int, default=0, metavar="R", help="which one; its blocks are here")
-    parser.add_argument("--link-gb-per-s", type=float, default=450.0, help="10^9 bytes a second that reach a rank")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="ZeRO stage, with an optimizer")
-    parser.add_argument("--optimizer", choices=("none", "adamw", "sgd"), default="none")
-    parser.add_argument("--checkpoint", choices=("none", "full", "selective"), default="selective")
-    parser.add_argument("--checkpoint-every", type=int, default=1, metavar="K")
-    parser.add_argument("--offload", action="append", default=[], metavar="WHAT", help="as memory.offload")
-    parser.add_argument("--mlp-tile", type=int, metavar="TOKENS")
-    parser.add_argument("--loss-chunk", type=int, default=1024, metavar="TOKENS")
-    parser.add_argument(
-        "--warm", type=int, nargs="?", const=0, metavar="TOKENS", help="a step before, of so many tokens"
-    )
-    parser.add_argument("--host-gb", type=float, help="memory of this machine, 10^9 bytes, where it does not say all")
-    parser.add_argument("--profile", action="store_true", help="add what PyTorch's profiler saw of the step, by kind")
-    parser.add_argument("--force", action="store_true", help="try what cannot fit")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="only compare the rows of FILE with predictions")
-    parser.add_argument("--commit", help="where the checkout has no history")
-    parser.add_argument("--dry-run", action="store_true", help="the shape tiny at 64 tokens, whatever else is asked")
-    asked = parser.parse_args(words)
-    if asked.dry_run:
-        asked.shape, asked.layers, asked.length, asked.dtype = "tiny", None, 64, "float32"
-    return asked
-
-
 def main(words: list[str]) -> int:
     """Print the row of one step. Returns the exit code: 2 for what is refused, in one sentence, 3 if memory ends."""
-    asked = parsed(words)
+    asked = parsed(words, __doc__)
     if asked.against is not None:
-        print("\n".join(against(asked.against)))
+        for line in [AGAINST, ["---"] * len(AGAINST), *against(asked.against)]:
+            print(f"| {' | '.join(line)} |")
         return 0
     try:
         run(asked, words)
@@ -334,15 +205,17 @@ def run(asked: argparse.Namespace, words: list[str]) -> None:
             raise ValueError(
                 f"--ring {asked.ring} is one rank alone, without --optimizer {asked.optimizer}: leave it out"
             )
-        share = Share(asked.ring, asked.ring_rank, asked.length, asked.window)
+        warm = [asked.warm * asked.ring] if asked.warm else []
+        share = Share(asked.ring, asked.ring_rank, [asked.length, *warm], asked.window)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
     with world.start(config, world.Place.from_environment()) as joined:
+        room = torch.cuda.mem_get_info(joined.device)[1] if joined.device.type == "cuda" else None
         row = {key: getattr(asked, key) for key in ("shape", "length", "ring", "window", "dtype", "optimizer")}
         row |= {
             "layers": config.model.config["num_hidden_layers"],
             "zero": asked.zero if asked.optimizer != "none" else None,
         }
-        row |= {"memory": config.memory.model_dump()} | predicted(asked, joined.device)
+        row |= {"memory": config.memory.model_dump()} | predicted(asked, room)
         row |= measure(asked, config, joined, share) | where(words, asked.commit)
         print(json.dumps(row), flush=True)
 

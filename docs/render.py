@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pictures
+import training
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
@@ -293,16 +294,73 @@ def train_step() -> str:
     rows = rows_of("train_step")
     if not rows:
         return unmeasured("python benchmarks/train_step.py")
-    head = ["shape", "layers", "tokens", "window", "seconds", "tokens/s", "causal MFU", "share of attention", "peak GB"]
-    lines = [
-        [
-            row["shape"], str(row["layers"]), f"{row['length']:,}", str(row["window"] or ""), f"{row['seconds']:.2f}",
-            f"{row['tokens_per_s']:,.0f}", f"{row['mfu_causal']:.3f}", f"{row['attention_share_of_time']:.2f}",
-            f"{row['peak_allocated_bytes'] / 1e9:.1f}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return table(head, lines) + f"\n{sources(rows)}\n"
+    return table(training.STEPS, training.all_steps(rows)) + f"\n{sources(rows)}\n"
+
+
+def predicted() -> str:
+    """Memory and seconds of each measured step beside what is predicted of it now."""
+    return table(training.steps.AGAINST, training.steps.against(RESULTS / "train_step.jsonl"))
+
+
+def switches() -> str:
+    """What each switch of [memory] saves and costs."""
+    found = training.switched(rows_of("train_step"))
+    if found is None:
+        return unmeasured("python benchmarks/train_step.py")
+    plain, lines = found
+    return (
+        f"{plain['shape']}, {plain['layers']} layers, {plain['length']:,} tokens, beside the step without switches "
+        f"({plain['peak_allocated_bytes'] / 1e9:.1f} GB, {plain['seconds']:.2f} s):\n\n"
+        + table(training.SWITCHES, lines)
+    )
+
+
+def million() -> str:
+    """Where the time of the longest step goes."""
+    row = training.longest_step(rows_of("train_step"))
+    if row is None:
+        return unmeasured("python benchmarks/train_step.py --profile")
+    settled = row["seconds"] - training.steps.first_call(row)
+    attention, dense, whole = training.ceilings(row)
+    layers = training.steps.SHAPES[row["shape"]]["num_hidden_layers"]
+    return (
+        f"{row['shape']}, {row['layers']} layers, {row['length']:,} tokens: {row['seconds']:.1f} s, causal MFU "
+        f"{row['mfu_causal']:.1%}; without what the first call of attention took more than the others "
+        f"{settled:.1f} s, {row['mfu_causal'] * row['seconds'] / settled:.1%}.\n\n"
+        + table(training.PARTS, list(training.parts(row)))
+        + f"\nMFU counts what a model needs: attention at 3 forwards where its kernels do 3.5, layers without their "
+        f"recomputation. So attention alone has {attention:.1%}, matrix products alone {dense:.1%}; the rest comes "
+        f"on top of both.\nWith all {layers} layers, where the output head counts less, {whole:.1%} are predicted.\n\n"
+        f"{source(row)}\n"
+    )
+
+
+def million_steps() -> str:
+    """The longest step and the share of a ring, in two sentences."""
+    rows = rows_of("train_step")
+    row, ranks = training.longest_step(rows), [row for row in rows if row.get("ring", 1) > 1]
+    if row is None or not ranks:
+        return unmeasured("python benchmarks/train_step.py")
+    device, host = (row[name] / 1e9 for name in ("peak_allocated_bytes", "host_peak_bytes"))
+    rank, (_, measured, settled) = ranks[-1], training.share(ranks[-1])[1]
+    return (
+        f"One H200 trains {row['layers']} layers of {row['shape']} on {row['length']:,} tokens with full causal "
+        f"attention in {row['seconds']:.0f} s a step, {row['mfu_causal']:.1%} causal MFU, with {device:.0f} GB of its "
+        f"memory and {host:.0f} GB of the host's.\nOne rank's part of a ring of {rank['ring']} on "
+        f"{rank['length']:,} tokens, alone on one GPU, makes {settled} s a step of {rank['shape']} ({measured} as "
+        f"measured, with a kernel compiled in it; no message counted);\nthe published step of 8 H100 takes "
+        f"{training.PUBLISHED_S} s.\n\n{sources([row, rank])}\n"
+    )
+
+
+def share() -> str:
+    """One rank's part of a ring's step beside the published one."""
+    rows = [row for row in rows_of("train_step") if row.get("ring", 1) > 1]
+    if not rows:
+        return unmeasured("python benchmarks/train_step.py --ring 8 --ring-rank 4")
+    row = rows[-1]
+    about = f"{row['shape']}, {row['length']:,} tokens over {row['ring']} ranks, rank of the row alone on one GPU:\n\n"
+    return about + table(training.SHARE, training.share(row)) + f"\n{source(row)}\n"
 
 
 def planning() -> str:
@@ -392,6 +450,11 @@ RENDER: dict[str, Callable[[], str]] = {
     "ring_rank": ring_rank,
     "ring": ring,
     "train_step": train_step,
+    "predicted": predicted,
+    "switches": switches,
+    "million": million,
+    "million_steps": million_steps,
+    "share": share,
     "planning": planning,
     "timeline": timeline,
     "tuning": tuning,

@@ -39,7 +39,7 @@ def test_every_result_says_where_it_comes_from():
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """docs/render.py in a copy whose results are made up: few rows, of every kind."""
-    for name in ("docs", "benchmarks", "ringflash"):
+    for name in ("docs", "benchmarks", "ringflash", "train"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", tmp_path)
     where = {"command": "python x.py", "commit": "abc", "hardware": "a card", "date": "2000-01-01"}

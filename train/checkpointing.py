@@ -120,6 +120,7 @@ class States:
         """The states, for the last time."""
         states = self.look()
         self._here = self.kept = self._below = None
+        self._layer = self._attention = None  # what the layer was called with, too
         return states
 
 

@@ -1,11 +1,13 @@
 """How much arithmetic a step is, and how much a card can do: what stands behind model FLOP/s and MFU.
 
-Pure functions on plain numbers; no torch. Called by `loop`.
+Pure functions on plain numbers; no torch. Called by `loop` and `plan`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+from .memory import FLOAT, Sizes
 
 FORMULA = (
     "model FLOPs = 6 * matmul parameters * tokens + 12 * heads * head_dim * visible pairs, "
@@ -129,32 +131,61 @@ def peak_tflops(device_name: str, dtype: str, given: float | None) -> tuple[floa
     return PEAK_TFLOPS[card], None
 
 
+class Speed(NamedTuple):
+    """TFLOP/s of attention, of the arithmetic that is done: a backward is 2.5 forwards."""
+
+    forward: float
+    backward: float
+
+
 @dataclass(frozen=True)
 class Rates:
     """What a card does, measured.
 
-    attention_forward, attention_backward, matmul: TFLOP/s, of the arithmetic that is done (a backward is 2.5 forwards)
-    memory, host: GB/s (10^9 bytes), of reads and writes together; of the link to host memory, each way
+    attention: head dimension -> its speed
+    matmul: TFLOP/s of matrix products
+    memory, host: GB/s (10^9 bytes), of what `elementwise` counts; of the link to host memory, each way
     host_memory: GB/s of reads and writes of a machine's memory, by one process
     """
 
-    attention_forward: float
-    attention_backward: float
+    attention: Mapping[int, Speed]
     matmul: float
     memory: float
     host: float
     host_memory: float
 
+    def attention_of(self, head_dim: int) -> Speed:
+        """That of a head dimension; of one between two that were measured the slower one's.
 
-RATES = {"H200": Rates(attention_forward=730, attention_backward=555, matmul=650, memory=4000, host=55, host_memory=50)}
-"""Part of a card's name -> its rates: D = 128, causal, 64k tokens (docs/results.md); cuBLAS on 8192^3. host_memory is
-not measured yet."""
+        Below all of them it falls with the dimension: the exponential of a pair costs the same.
+        """
+        least = min(self.attention)
+        if head_dim < least:
+            forward, backward = (rate * head_dim / least for rate in self.attention[least])
+            return Speed(forward, backward)
+        below = max(dim for dim in self.attention if dim <= head_dim)
+        above = min((dim for dim in self.attention if dim >= head_dim), default=below)
+        return min(self.attention[below], self.attention[above], key=lambda speed: speed.backward)
+
+
+RATES = {
+    "H200": Rates(
+        attention={128: Speed(663, 531), 64: Speed(531, 471), 256: Speed(722, 225)},
+        matmul=695, memory=2560, host=55, host_memory=50,
+    )
+}  # fmt: skip
+"""Part of a card's name -> its rates, in bf16 (docs/decisions.md says how each was found).
+
+D = 128, products and memory: inside steps of 131,072 tokens of Llama-3-8B's shape, by events and profile. There
+attention is 7% slower than alone, where the card is cool. D = 64 and 256: alone, causal, 64k tokens (docs/results.md).
+host_memory is not measured yet.
+"""
 
 
 class Passes(NamedTuple):
-    """How often a layer's parts run: attention forward, its projections and MLP forward, the MLP once more by tiles.
+    """How often parts run: attention forward, layers forward, and MLPs forward more often than their layers.
 
-    Its backward runs once.
+    Each backward runs once.
     """
 
     attention: float
@@ -163,9 +194,14 @@ class Passes(NamedTuple):
 
 
 def passes(checkpoint: str, every: int, *, tiled: bool) -> Passes:
-    """Of [memory]: a recomputed layer runs twice, one between kept states three times; tiles run the MLP once more."""
+    """Of [memory]: a recomputed layer runs twice, one between kept states three times.
+
+    The last product of an MLP that is recomputed for its backward, a third of it, is left out: nothing needs its
+    result, and torch stops before it. Tiles run the MLP once more.
+    """
     again = 0.0 if checkpoint == "none" else 1 + (every - 1) / every
-    return Passes(1 + (again if checkpoint == "full" else 0), 1 + again, 1.0 if tiled else 0.0)
+    mlp = 1.0 if tiled else -1 / 3 if again else 0.0
+    return Passes(1 + (again if checkpoint == "full" else 0), 1 + again, mlp)
 
 
 def step_seconds(
@@ -183,9 +219,10 @@ def step_seconds(
     forward = step_flops(shape, lengths).attention / 3
     layers = shape.matmul_params - head_params
     dense = 2 * tokens * (layers * (runs.layer + 2) + mlp_params * runs.mlp + head_params * 4)
+    speed = rates.attention_of(shape.head_dim)
     parts = {
-        "attention forward": forward * runs.attention / (rates.attention_forward * 1e12),
-        "attention backward": 2.5 * forward / (rates.attention_backward * 1e12),
+        "attention forward": forward * runs.attention / (speed.forward * 1e12),
+        "attention backward": 2.5 * forward / (speed.backward * 1e12),
         "matrix products": dense / (rates.matmul * 1e12),
         "elementwise": tokens * elementwise_bytes / (rates.memory * 1e9),
     }
@@ -194,21 +231,38 @@ def step_seconds(
     return parts | {"host link, not hidden": max(0.0, moving - sum(parts.values()))}
 
 
-def elementwise(widths: tuple[int, int, int, int], layers: int, runs: Passes, *, number_bytes: int) -> int:
-    """Bytes a token that norms, rotary positions, gates and sums read and write in a step.
+def elementwise(sizes: Sizes, runs: Passes, *, tile: int | None, number_bytes: int) -> int:
+    """Bytes a token that layers read and write in a step beside matrix products and attention.
 
-    widths: model, queries, keys, MLP. Counted as transformers writes them, in fp32 inside norms; a backward is two
-        forwards.
+    Counted op by op as transformers writes norms, rotary positions, gates and sums, each once from memory and once
+    back. tile: `memory.mlp_tile`.
     """
-    width, queries, keys, mlp = widths
-    norms = 2 * width * (5 * 4 + 4 * number_bytes)
-    layer = norms + 10 * (queries + keys) * number_bytes + 6 * width * number_bytes
-    gate = 5 * mlp * number_bytes
-    return round(layers * (layer * (runs.layer + 2) + gate * (runs.layer + runs.mlp + 2)))
+    b, width, mlp = number_bytes, sizes.width, sizes.mlp_width
+    heads = sizes.query_width + sizes.key_width
+    normed = 2 * width + (heads if sizes.head_norms else 0)
+    norm = _norm(b) * normed
+    forward = norm + b * (6 * width + 10 * heads + 5 * mlp)
+    backward = NORM_BACKWARD * normed + b * (15 * width + 16 * heads + 9 * mlp)
+    if tile is not None:  # tiles are put together; norms and gates run once more; gradients of weights are added up
+        together = 2 * b * (normed + width)
+        forward += together
+        backward += together + norm + 5 * b * mlp + 3 * (2 * FLOAT + b) * width * mlp // tile
+    return round(sizes.layers * (forward * runs.layer + backward))
 
 
-def head_elementwise(vocabulary: int, width: int, chunk: int, *, number_bytes: int) -> int:
-    """Bytes a token that the loss reads and writes beside its products: logits in both directions, in the model's type
-    and in fp32, and the sum of the head's gradient, once a chunk."""
-    logits = vocabulary * (38 + 4 * number_bytes)
-    return round(logits + vocabulary * width * (8 + 2 * number_bytes) / chunk)
+def head_elementwise(sizes: Sizes, chunk: int, *, number_bytes: int) -> int:
+    """The same of the loss: logits in both directions, the sum of the head's gradient once a chunk, the last norm."""
+    b = number_bytes
+    casts = 3 * (FLOAT + b) if b < FLOAT else 0
+    sums = sizes.head_params * (2 * FLOAT + b) // chunk
+    return sizes.vocabulary * (6 * FLOAT + casts) + sums + sizes.width * (_norm(b) + NORM_BACKWARD + 4 * b)
+
+
+NORM_BACKWARD = 96
+"""Bytes that the backward of a norm moves for each number."""
+
+
+def _norm(number_bytes: int) -> int:
+    """Bytes that a norm's forward moves for each number, which it computes in fp32."""
+    casts = 2 * (FLOAT + number_bytes) if number_bytes < FLOAT else 0
+    return casts + 5 * FLOAT + 2 * number_bytes

@@ -61,8 +61,8 @@ class Plan:
     """
 
     def __init__(self, config: Config, hf: Any, world_size: int, *, updates: bool = True) -> None:
-        self.config, self._hf, self._world_size, self._updates = config, hf, world_size, updates
-        self.sizes = memory.sizes_of(hf)
+        self.config, self._world_size, self._updates = config, world_size, updates
+        self.sizes, self.shape = memory.sizes_of(hf), flops.describe(hf)
 
     def step(self, switches: Any = None) -> memory.Step:
         """What its memory depends on. switches: another [memory]."""
@@ -90,15 +90,12 @@ class Plan:
         """Predicted seconds of a step on documents as long as the sequence, by part."""
         sizes, switches = self.sizes, step.memory
         runs = flops.passes(switches.checkpoint, switches.checkpoint_every, tiled=switches.mlp_tile is not None)
-        widths = sizes.width, sizes.query_width, sizes.key_width, sizes.mlp_width
         batch = self.config.batch(self._world_size)
         moved = sum(size for part, size in memory.host(sizes, step).items() if part != "optimizer")
-        every_token = flops.elementwise(widths, sizes.layers, runs, number_bytes=step.number_bytes)
-        every_token += flops.head_elementwise(
-            sizes.vocabulary, sizes.width, switches.loss_chunk, number_bytes=step.number_bytes
-        )
+        every_token = flops.elementwise(sizes, runs, tile=switches.mlp_tile, number_bytes=step.number_bytes)
+        every_token += flops.head_elementwise(sizes, switches.loss_chunk, number_bytes=step.number_bytes)
         times = flops.step_seconds(
-            flops.describe(self._hf), [step.sequence] * batch.global_batch, rates, runs,
+            self.shape, [step.sequence] * batch.global_batch, rates, runs,
             mlp_params=3 * sizes.layers * sizes.width * sizes.mlp_width, head_params=sizes.head_params,
             ranks=step.ranks, moved_bytes=batch.accumulation * moved,
             elementwise_bytes=every_token,

@@ -48,9 +48,12 @@ def precision(dtype: torch.dtype, card: Card) -> str:
 
 
 def rows_argument(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """A [B, N, H, D] tensor as kernels take it: see `rows`."""
+    """A [B, N, H, D] tensor as kernels take it: see `rows`.
+
+    One batch entry has no stride: beyond 2^31 it would be of another type, for which kernels are compiled once more.
+    """
     assert x.stride(3) == 1, f"innermost stride {x.stride(3)}, must be 1"
-    return x, x.stride(0), x.stride(1), x.stride(2)
+    return x, x.stride(0) if len(x) > 1 else 0, x.stride(1), x.stride(2)
 
 
 def walkable(x: torch.Tensor) -> bool:

@@ -1,0 +1,143 @@
+"""Tables of training steps from the rows of `results/train_step.jsonl`: their lines. Called by render.py.
+
+Predictions beside them are those of `train.memory` and `train.flops` now, made by `benchmarks/steps.py`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import steps
+
+Row = dict[str, Any]
+
+STEPS = ["shape", "layers", "tokens", "[memory]", "seconds", "tokens/s", "causal MFU", "share of attention",
+         "GPU, GB", "host, GB"]  # fmt: skip
+SWITCHES = ["switch", "saves on the GPU, GB", "measured", "takes of host memory, GB", "measured", "costs, s",
+            "measured"]  # fmt: skip
+PARTS = ["part", "seconds", "share of the step", "TFLOP/s"]
+SHARE = ["seconds", "as measured", "without the first call"]
+PUBLISHED_S = 380
+"""Qwen3-8B, 1,048,576 tokens, 8 H100, PyTorch's context parallel with cuDNN: the best public figure that we know."""
+
+TURNED: list[Row] = [
+    {"checkpoint": "none"},
+    {"checkpoint": "full"},
+    {"checkpoint_every": 2},
+    {"offload": ["activations"]},
+    {"offload": ["activations", "attention"]},
+    {"mlp_tile": 16384},
+    {"offload": ["activations", "attention"], "mlp_tile": 16384, "loss_chunk": 4096},
+    {"loss_chunk": 4096},
+]
+"""What of [memory] the table of switches turns, beside what is usual."""
+
+
+def all_steps(rows: list[Row]) -> list[list[str]]:
+    return [
+        [
+            steps.shape_of(row), str(row["layers"]), f"{row['length']:,}", steps.switches(row["memory"]),
+            f"{row['seconds']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{row['mfu_causal']:.3f}",
+            f"{row['attention_share_of_time']:.2f}", f"{row['peak_allocated_bytes'] / 1e9:.1f}",
+            f"{row['host_peak_bytes'] / 1e9:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+
+
+def asked_of(row: Row, memory: Row | None = None) -> Any:
+    """The words of a row's command, with other values of [memory]."""
+    asked = steps.parsed(shlex.split(row["command"])[2:])
+    asked.force = True
+    for name, value in (memory or {}).items():
+        setattr(asked, name, value)
+    return asked
+
+
+def switched(rows: list[Row]) -> tuple[Row, list[list[str]]] | None:
+    """(the row that all is compared with, the lines): each switch against none, predicted and, where there is a row,
+    measured; None without rows of switches."""
+    plain = next((row for row in rows if not steps.switches(row["memory"])), None)
+    if plain is None:
+        return None
+    same = [row for row in rows if all(row[key] == plain[key] for key in ("shape", "layers", "length", "optimizer"))]
+    lines = []
+    for turned in TURNED:
+        memory = steps.USUAL | turned
+        measured = next((row for row in same if steps.USUAL | row["memory"] == memory), None)
+        before, after = (numbers(steps.predicted(asked_of(plain, one), None)) for one in (steps.USUAL, memory))
+        found = [None] * 3 if measured is None else differences(of_row(plain), of_row(measured))
+        cells = []
+        for said, got in zip(differences(before, after), found, strict=True):
+            cells += [f"{said:.2f}", "" if got is None else f"{got:.2f}"]
+        lines.append([f"`{steps.switches(memory)}`", *cells])
+    return plain, lines
+
+
+def numbers(said: Row) -> tuple[float, float, float]:
+    """GB on the GPU and in host memory, seconds."""
+    return said["predicted_peak_bytes"] / 1e9, said["predicted_host_bytes"] / 1e9, said["predicted_seconds"]
+
+
+def of_row(row: Row) -> tuple[float, float, float]:
+    return row["peak_allocated_bytes"] / 1e9, row["host_peak_bytes"] / 1e9, row["seconds"]
+
+
+def differences(before: tuple[float, ...], after: tuple[float, ...]) -> list[float]:
+    """What is saved on the GPU, what is taken in host memory, what time it costs."""
+    return [before[0] - after[0], after[1] - before[1], after[2] - before[2]]
+
+
+def longest_step(rows: list[Row]) -> Row | None:
+    """The longest one of one GPU whose profile is there."""
+    return max((row for row in rows if "profile" in row), key=lambda row: row["length"], default=None)
+
+
+def parts(row: Row) -> Iterator[list[str]]:
+    """Where the time of a step goes: what ran, then what did not."""
+    profile, plan = row["profile"], steps.planned(asked_of(row))
+    work = steps.flops_of(plan)
+    for kind, seconds in sorted(profile["kinds_s"].items(), key=lambda item: -item[1]):
+        rate = f"{work[kind] / seconds / 1e12:.0f}" if kind in work else ""
+        beside = " (beside the compute)" if kind.endswith("the host") else ""
+        yield [kind + beside, f"{seconds:.2f}", f"{seconds / row['seconds']:.1%}", rate]
+    yield ["nothing runs", f"{profile['idle_s']:.2f}", f"{profile['idle_s'] / row['seconds']:.1%}", ""]
+
+
+def ceilings(row: Row) -> tuple[float, float, float]:
+    """Causal MFU of attention alone and of matrix products alone, and, predicted, that of the model with all layers."""
+    asked, kinds = asked_of(row), row["profile"]["kinds_s"]
+    run = steps.planned(asked)
+    needed = steps.model_flops(run)
+    attention = needed.attention / (kinds["attention forward"] + kinds["attention backward"])
+    dense = needed.dense / kinds["matrix products"]
+    asked.layers = None
+    whole = steps.planned(asked)
+    seconds = steps.predicted(asked, None)["predicted_seconds"]
+    return tuple(rate / steps.PEAK for rate in (attention, dense, sum(steps.model_flops(whole)) / seconds))
+
+
+def share(row: Row) -> list[list[str]]:
+    """One rank of a ring beside the published step: its seconds, and what they say of all layers."""
+    first = steps.first_call(row)
+    loss = row["loss_forward_s"] + row["loss_backward_s"]
+    transfer = row["ring_seconds_none_hidden"] - row["ring_seconds_all_hidden"]
+    measured, settled = (
+        (seconds, loss + (seconds - loss) * row["layers_of_ring"] / row["layers"])
+        for seconds in (row["seconds"], row["seconds"] - first)
+    )
+    attention = row["attention_forward_s"] + row["attention_backward_s"]
+    names = [f"{row['layers']} layers and the loss", f"all {row['layers_of_ring']} layers, messages hidden",
+             f"the same, no message hidden, links of {row['link_gb_per_s']:.0f} GB/s"]  # fmt: skip
+    lines = [[names[0], f"{measured[0]:.1f}", f"{settled[0]:.1f}"]]
+    for name, more in zip(names[1:], (0.0, transfer), strict=True):
+        lines.append([name, f"{measured[1] + more:.0f}", f"{settled[1] + more:.0f}"])
+    rates = [f"{steps.attention_flops(steps.planned(asked_of(row))) / seconds / 1e12:.0f} TFLOP/s"
+             for seconds in (attention, attention - first)]  # fmt: skip
+    return [*lines, ["attention, forward and backward", *rates], ["published, 8 H100", str(PUBLISHED_S), ""]]
