@@ -21,6 +21,7 @@ import bars  # noqa: E402
 import contenders  # noqa: E402
 import planning  # noqa: E402
 import profiling  # noqa: E402
+import ring_share  # noqa: E402
 import steps  # noqa: E402
 import traffic  # noqa: E402
 import train_step  # noqa: E402
@@ -445,9 +446,15 @@ def test_one_rank_of_a_ring_is_measured(capsys):
     assert profile["kinds_s"]["attention forward"] > 0 and profile["span_s"] == pytest.approx(row["seconds"], rel=0.5)
 
 
+def test_a_share_warms_up_on_hops_of_the_ring():
+    share = ring_share.Share(2, 1, [64, 20], None)
+    assert [[len(plan.forward.visits), plan.forward.hops] for plan in share._plans.values()] == [[2, (0, 1)]] * 2
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--ring 2 --warm 3", "--length 6 must divide by 4, twice --ring (--warm by 2)"),
         ("--ring 2 --ring-rank 2", "--ring-rank 2 must be one of 0 to 1"),
         ("--ring 3", "--length 64 must divide by 6, twice --ring"),
         ("--ring 2 --optimizer sgd", "--ring 2 is one rank alone, without --optimizer sgd: leave it out"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import pytest
 import test_model_memory
@@ -80,6 +81,26 @@ def test_every_switch_gives_the_same_bits_in_every_step(switches, reserved, monk
     pairs = training.LENGTH * training.LLAMA["num_attention_heads"] * (training.LLAMA["head_dim"] + 1) * 4
     sizes = {"activations": -(-LAYERS // switches["checkpoint_every"]) * states, "attention": LAYERS * pairs}
     assert taken == [[sizes[kind] for kind in ("activations", "attention") if kind in switches["offload"]]] * 2
+
+
+def live():
+    """Where the storages of numbers are that somebody holds; a layout's positions wait for the collector."""
+    some = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    return {one.untyped_storage().data_ptr() for one in some if one.numel() and one.is_floating_point()}
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_a_step_leaves_its_gradients_alone(switches, request):
+    """Without the collector: what it would have to find is memory that a step lacks."""
+    request.addfinalizer(gc.enable)
+    gc.disable()
+    trained = trained_model(**switches)
+    loss_of(trained).backward()
+    before = live()
+    trained.zero_grad()
+    loss_of(trained).backward()
+    gradients = {parameter.grad.untyped_storage().data_ptr() for parameter in trained.parameters()}
+    assert not live() - before - gradients
 
 
 @pytest.mark.parametrize("family", FAMILIES)

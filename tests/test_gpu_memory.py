@@ -124,15 +124,17 @@ def test_a_layer_lets_go_of_what_is_away():
     held = {}
     for offloaded in ([], ["activations", "attention"]):
         trained = trained_model(checkpoint="selective", offload=offloaded)
-        step(trained)
+        ids, layout = torch.zeros(1, LENGTH, dtype=torch.int64, device=DEVICE), ringflash.Ring().layout(LENGTH)
+        trained(ids, ids, layout).backward()  # what a first step keeps, tables of the layout among it
+        trained.zero_grad()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        ids = torch.zeros(1, LENGTH, dtype=torch.int64, device=DEVICE)
-        loss = trained(ids, ids, ringflash.Ring().layout(LENGTH))
+        loss = trained(ids, ids, layout)
         held[bool(offloaded)] = torch.cuda.memory_allocated() - before
         del loss
     a_layer = LENGTH * (512 * 2 + 4 * (128 * 2 + 4))
-    assert held[False] - held[True] == pytest.approx((LAYERS - 1) * a_layer, rel=0.05)
+    rest = 2**20  # a block of the allocator may be so much larger than what it is for
+    assert held[False] - held[True] == pytest.approx((LAYERS - 1) * a_layer, abs=2 * rest)
 
 
 def test_tiles_are_within_the_type():

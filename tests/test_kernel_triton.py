@@ -405,3 +405,12 @@ def test_refusals_say_what_would_do(monkeypatch):
     assert "(16, 32, 64, 96, 128, 192, 256), got 48" in triton.refuses(q[..., :48], q, True, 3)
     monkeypatch.setitem(__import__("sys").modules, "triton", None)
     assert "needs the package triton" in triton.refuses(q, q, True, 3)
+
+
+def test_a_batch_of_one_has_no_stride():
+    """A number beyond 2^31 would be of another type, and the kernel compiled again for it."""
+    from ringflash.kernels.triton import launch
+
+    long, pair = (torch.empty(batch, 2**20, 32, 128, device="meta") for batch in (1, 2))
+    assert launch.rows_argument(long)[1:] == (0, 32 * 128, 128)
+    assert launch.rows_argument(pair)[1:] == (2**32, 32 * 128, 128)
