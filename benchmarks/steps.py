@@ -196,17 +196,7 @@ def model_flops(run: plan.Plan) -> flops.StepFlops:
     return flops.StepFlops(counted.dense // ranks, counted.attention // ranks)
 
 
-def attention_flops(run: plan.Plan) -> float:
-    """What attention's kernels do in the forward and the backward of one rank's step."""
-    return 3.5 / 3 * model_flops(run).attention
-
-
-def flops_of(run: plan.Plan) -> dict[str, float]:
-    """Kind of `profiling.KINDS` -> what one rank's step has to do of it."""
-    rates = flops.RATES["H200"]
-    seconds, speed = run.seconds(run.step(), rates), rates.attention_of(run.shape.head_dim)
-    return {
-        "attention forward": seconds["attention forward"] * speed.forward * 1e12,
-        "attention backward": seconds["attention backward"] * speed.backward * 1e12,
-        "matrix products": seconds["matrix products"] * rates.matmul * 1e12,
-    }
+def attention_flops(run: plan.Plan) -> tuple[float, float]:
+    """What attention's kernels do in the forward and in the backward of one rank's step, without recomputation."""
+    forward = model_flops(run).attention / 3
+    return forward, 2.5 * forward

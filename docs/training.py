@@ -101,8 +101,9 @@ def longest_step(rows: list[Row]) -> Row | None:
 
 def parts(row: Row) -> Iterator[list[str]]:
     """Where the time of a step goes: what ran, then what did not."""
-    profile, plan = row["profile"], steps.planned(asked_of(row))
-    work = steps.flops_of(plan)
+    profile = row["profile"]
+    forward, backward = steps.attention_flops(steps.planned(asked_of(row)))
+    work = {"attention forward": forward, "attention backward": backward}
     for kind, seconds in sorted(profile["kinds_s"].items(), key=lambda item: -item[1]):
         rate = f"{work[kind] / seconds / 1e12:.0f}" if kind in work else ""
         beside = " (beside the compute)" if kind.endswith("the host") else ""
@@ -138,6 +139,6 @@ def share(row: Row) -> list[list[str]]:
     lines = [[names[0], f"{measured[0]:.1f}", f"{settled[0]:.1f}"]]
     for name, more in zip(names[1:], (0.0, transfer), strict=True):
         lines.append([name, f"{measured[1] + more:.0f}", f"{settled[1] + more:.0f}"])
-    rates = [f"{steps.attention_flops(steps.planned(asked_of(row))) / seconds / 1e12:.0f} TFLOP/s"
+    rates = [f"{sum(steps.attention_flops(steps.planned(asked_of(row)))) / seconds / 1e12:.0f} TFLOP/s"
              for seconds in (attention, attention - first)]  # fmt: skip
     return [*lines, ["attention, forward and backward", *rates], ["published, 8 H100", str(PUBLISHED_S), ""]]

@@ -196,11 +196,11 @@ class Passes(NamedTuple):
 def passes(checkpoint: str, every: int, *, tiled: bool) -> Passes:
     """Of [memory]: a recomputed layer runs twice, one between kept states three times.
 
-    The last product of an MLP that is recomputed for its backward, a third of it, is left out: nothing needs its
-    result, and torch stops before it. Tiles run the MLP once more.
+    A recomputation for a backward ends where all is there that was saved: before the last product of an MLP, a third of
+    it, or before an MLP in tiles, which runs once more in its own backward.
     """
     again = 0.0 if checkpoint == "none" else 1 + (every - 1) / every
-    mlp = 1.0 if tiled else -1 / 3 if again else 0.0
+    mlp = (1.0 if tiled else 0.0) - ((1.0 if tiled else 1 / 3) if again else 0.0)
     return Passes(1 + (again if checkpoint == "full" else 0), 1 + again, mlp)
 
 
@@ -247,7 +247,8 @@ def elementwise(sizes: Sizes, runs: Passes, *, tile: int | None, number_bytes: i
         together = 2 * b * (normed + width)
         forward += together
         backward += together + norm + 5 * b * mlp + 3 * (2 * FLOAT + b) * width * mlp // tile
-    return round(sizes.layers * (forward * runs.layer + backward))
+    last = 3 * b * width + (b * (2 * width + 5 * mlp) if tile is not None else 0)  # where a recomputation ends
+    return round(sizes.layers * (forward * runs.layer + backward - (last if runs.layer > 1 else 0)))
 
 
 def head_elementwise(sizes: Sizes, chunk: int, *, number_bytes: int) -> int:

@@ -40,13 +40,30 @@ class Tiles:
         if x.shape[1] <= self._tile:
             return self._whole(x)
         weights = [weight for weight in self._module.parameters() if weight.requires_grad]
+        x = _Input.apply(x)
         return _Tiled.apply(self._whole, self._tile, weights, x, *weights)
+
+
+class _Input(torch.autograd.Function):
+    """x, saved for the tiles before they are computed: a recomputation that needs nothing behind it stops here, where
+    torch's checkpoint has all that was saved the first time. So the last module of a layer does not run for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], tile: int, weights: list, x: Tensor, *_: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.input = x.grad_fn  # it has saved x
+        if ctx.input is None:
+            ctx.save_for_backward(x)
         ctx.run, ctx.tile = run, tile
         ctx.weights = weights  # not saved: ZeRO 3 may have gathered them into other memory by then
         out = None
@@ -60,7 +77,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        (x,), (dout,) = ctx.saved_tensors, gradients
+        (x,), (dout,) = (ctx.input or ctx).saved_tensors, gradients
         dx = torch.empty_like(x) if ctx.needs_input_grad[3] else None
         sums = [torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) for weight in ctx.weights]
         for rows in _tiles(x, ctx.tile):
