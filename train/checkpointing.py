@@ -92,7 +92,8 @@ class States:
 
     def __init__(self, layer: Layer, attention: Attention | None, below: States | None) -> None:
         self.kept: Tensor | Away | None = None
-        self._layer, self._attention, self._below = layer, attention, below
+        self._layer: Layer | None = layer
+        self._attention, self._below = attention, below
         self._here: Tensor | None = None
 
     def look(self) -> Tensor:
@@ -110,6 +111,7 @@ class States:
     def next_states(self) -> Tensor:
         """Those behind the layer."""
         states = self.look()
+        assert self._layer is not None, "the states behind a layer come before its own are taken"
         with torch.no_grad():
             if self._attention is None:
                 return self._layer(states)
