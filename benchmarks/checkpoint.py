@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 benchmarks/checkpoint.py               # 2.6 GB of state, some 5 GB of memory a process
     python benchmarks/checkpoint.py --width 1024 --zero 1              # a sixteenth of it
 
-A line of JSON: seconds that a step waits for a save by a thread, for the first, which also takes the host memory, and
-for a blocking one; of a plain copy of the same bytes to host memory that is there; of steps alone and beside the
-thread's writing; of a load. Then all bits are compared. On a CPU or on GPUs; of all ranks the slowest.
+A line of JSON: seconds that a step waits for a save by a thread, for the first, which must find the host memory taken,
+and for a blocking one; of a plain copy of the same bytes to host memory that is there; of steps alone, of the slowest
+beside the thread that takes the host memory, and beside the one that writes; of a load. Then all bits are compared. On
+a CPU or on GPUs; of all ranks the slowest.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def measure(run: loop.Run) -> dict[str, Any]:
-    """Steps alone, a save by the thread and the steps beside it, a blocking save. Seconds."""
+    """Steps alone and beside the taking of host memory, saves by the thread and the steps beside them, a blocking save.
+
+    Seconds.
+    """
     steps = iter(range(1, 1000))
 
     def step() -> None:
@@ -81,7 +85,11 @@ def measure(run: loop.Run) -> dict[str, Any]:
 
     step()
     alone = [seconds(step) for _ in range(STEPS)]
-    first = seconds(lambda: run.saver.start(Progress(1, 0)))  # takes the host memory
+    start, coming, reserving = time.perf_counter(), run.saver.reserve(), []
+    while run.world.gather([float(not all(one.done() for one in coming))]).any():  # as many steps on all ranks
+        reserving.append(seconds(step))
+    reserve = time.perf_counter() - start
+    first = seconds(lambda: run.saver.start(Progress(1, 0)))
     run.saver.wait()
     copied_bytes, copy = plain_copy(run)
     stall = seconds(lambda: run.saver.start(Progress(2, 0)))
@@ -94,6 +102,8 @@ def measure(run: loop.Run) -> dict[str, Any]:
         "copy_s": copy,
         "blocking_save_s": blocking,
         "step_s": statistics.median(alone),
+        "reserve_s": reserve,
+        "slowest_step_beside_reserving_s": max(reserving, default=0.0),
         "step_beside_writing_s": statistics.median(beside),
     }
     rows = run.world.gather(list(taken.values()))

@@ -23,7 +23,7 @@ import training
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from train import loop, saver, storage, world
+from train import host_memory, loop, saver, storage, world
 from train.config import Config
 from train.saver import Progress
 
@@ -194,6 +194,58 @@ def beside(config: Config) -> dict[str, Any]:
     after = weights_of(again)
     again.engine.close()
     return {"before": before, "after": after, "moved": moved, "waits": waits, "said": said, "from": again.progress.step}
+
+
+def staged(config: Config) -> dict[str, Any]:
+    """Body: a run, while it is noted who takes host memory, and at which step it is; then what it holds. Without an
+    event: a save that found all of it."""
+    run = loop.prepare(config, training.join(config))
+    begun, new, start, taken = [0], host_memory.HostMemory._new, run.saver.start, []
+    step = loop.train_step
+
+    def noting(memory: Any, num_bytes: int, device: torch.device) -> Any:
+        time.sleep(0.02)  # so that a step that did not wait would be seen to be before it
+        taken.append((threading.current_thread() is threading.main_thread(), num_bytes))
+        return new(memory, num_bytes, device)
+
+    def stepping(*args: Any, **keys: Any) -> Any:
+        begun.append(len(taken))
+        return step(*args, **keys)
+
+    def starting(*args: Any) -> None:
+        start(*args)
+        saved.append(len(taken))
+
+    saved: list[int] = []
+    with (
+        patch.object(host_memory.HostMemory, "_new", noting),
+        patch.object(loop, "train_step", stepping),
+        patch.object(run.saver, "start", starting),
+    ):
+        loop.fit(run)
+    mine = storage.shared_out(run.engine.pieces(), run.world.rank, run.world.size)
+    run.engine.close()
+    return {"taken": taken, "begun": begun, "saved": saved, "pieces": [piece.part.nbytes for piece in mine]}
+
+
+def unlockable(config: Config) -> str:
+    """Body: what is said where rank 1 gets no host memory for a save."""
+    run = loop.prepare(config, training.join(config))
+
+    def refusing(memory: Any, num_bytes: int, device: torch.device) -> Any:
+        raise RuntimeError("the machine locks no more")
+
+    try:
+        with (
+            patch.object(host_memory.HostMemory, "_new", refusing) if run.world.rank == 1 else contextlib.nullcontext()
+        ):
+            run.saver.reserve()
+            run.saver.save(Progress(1, 0))
+    except saver.CheckpointError as error:
+        return str(error)
+    finally:
+        run.engine.close()
+    return "it was saved"
 
 
 def unwritable(config: Config) -> str:

@@ -183,6 +183,23 @@ def test_a_disk_that_is_full_on_one_rank_is_one_sentence_on_all(pool, texts, tmp
         assert step == 2
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_host_memory_of_a_save_is_taken_once_by_a_thread_while_the_first_steps_run(pool, texts, tmp_path, zero):
+    """At ZeRO 0 the optimizer has no states before its first step."""
+    for end in pool(2)(saving.staged, config_of(texts, tmp_path, zero=zero, steps=6, every=3)):
+        assert sorted(num_bytes for _, num_bytes in end["taken"]) == sorted(end["pieces"])
+        assert not any(main for main, _ in end["taken"]), "by the thread that steps"
+        assert end["saved"] == [len(end["pieces"])] * 2, "the second save took more"
+        assert end["begun"][1] < len(end["pieces"]), "the first step waited"
+
+
+def test_a_rank_without_host_memory_for_a_save_is_one_sentence_on_all(pool, texts, tmp_path):
+    config = config_of(texts, tmp_path)
+    said = pool(2)(saving.unlockable, config)
+    assert said == ["rank 1 could not save a checkpoint, the ones before it stay: the machine locks no more"] * 2
+    assert list(config.checkpoint_dir.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_written_is_one_sentence_on_all(pool, texts, tmp_path):
     (tmp_path / "file").write_text("")
     said = pool(2)(saving.unwritable, config_of(texts, tmp_path, dir=str(tmp_path / "file" / "below")))

@@ -95,10 +95,15 @@ def whole(folder: Path) -> tuple[list[Found], list[str]]:
     return sorted(found, key=lambda one: one.manifest.step), torn
 
 
+def partial_of(folder: Path, step: int) -> Path:
+    """Where the files of a step are written."""
+    return folder / f"step-{step:08}{PARTIAL}"
+
+
 def begin(folder: Path, step: int) -> Path:
     """An empty folder for the files of a step; what was cut off earlier goes, if it can. Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"step-{step:08}{PARTIAL}"
+    partial = partial_of(folder, step)
     for path in folder.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=path != partial)
     partial.mkdir()

@@ -127,6 +127,8 @@ def fit(run: Run) -> str | None:
             if stopped := catch_up(run, metrics):
                 return stopped
             for step in range(first + 1, last + 1):
+                if step <= first + 2:
+                    run.saver.reserve()
                 with out_of_memory.explained(run.config, run.watch):
                     record = train_step(run, step, tokens_seen=tokens_seen)
                 tokens_seen = record.tokens_seen

@@ -7,14 +7,14 @@ turn. Called by `checkpointing`.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
+
+from .host_memory import HostMemory
 
 
 class Lane:
@@ -28,14 +28,14 @@ class Lane:
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-        self._free: dict[int, list[Tensor]] = {}
-        self._locked: list[Tensor] = []
-        weakref.finalize(self, _unlock, self._locked).atexit = False  # a process that ends need not
-        self._coming: dict[int, Future[None]] = {}
+        self._memory = HostMemory()
         self._stream: torch.cuda.Stream | None = None
         self._last: Away | None = None
         self._before: weakref.ref[Away] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.num_bytes
 
     def put(self, tensors: Sequence[Tensor]) -> Away:
         """Copy contiguous tensors of one device out. The latest ones stay there too, until others are put."""
@@ -52,42 +52,16 @@ class Lane:
         return away
 
     def reserve(self, sizes: Sequence[int], count: int, device: torch.device) -> Future[None]:
-        """Take the host memory of `count` entries, each of tensors of so many bytes, in a thread beside the caller.
-
-        To lock a page costs as much as to write it, and a GPU may have to rest meanwhile. Returns when it is there;
-        what fails is raised by that, and by the first `put` that needs it.
-        """
-
-        def work() -> None:
-            for _ in range(count):
-                for num_bytes in sizes:
-                    self._free.setdefault(num_bytes, []).append(self._new(num_bytes, device))
-
-        pool = ThreadPoolExecutor(1)
-        done = pool.submit(work)
-        pool.shutdown(wait=False)
-        self._coming |= dict.fromkeys(sizes, done)
-        return done
+        """Take the host memory of `count` entries, each of tensors of so many bytes. See `HostMemory.reserve`."""
+        return self._memory.reserve([*sizes] * count, device)
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Host memory for that many bytes, uint8: used before, or new. Raises: RuntimeError, see `reserve`."""
-        free = self._free.setdefault(num_bytes, [])
-        if not free and num_bytes in self._coming:
-            self._coming[num_bytes].result()
-        return free.pop() if free else self._new(num_bytes, device)
-
-    def _new(self, num_bytes: int, device: torch.device) -> Tensor:
-        self.num_bytes += num_bytes
-        buffer = _host_memory(num_bytes)
-        if device.type == "cuda" and num_bytes:
-            _lock(buffer, device)
-            self._locked.append(buffer)
-        return buffer
+        """Host memory for that many bytes. See `HostMemory.take`."""
+        return self._memory.take(num_bytes, device)
 
     def give_back(self, buffers: Sequence[Tensor]) -> None:
         """The next `take` may have them. What was started on the stream of copies is done before what follows there."""
-        for buffer in buffers:
-            self._free[len(buffer)].append(buffer)
+        self._memory.give_back(buffers)
 
     def forget(self, away: Away) -> None:
         """Not to be left any more: it is about to be used."""
@@ -157,34 +131,3 @@ class Away:
         if following is not None:
             following.fetch()
         return tensors
-
-
-def _host_memory(num_bytes: int) -> Tensor:
-    """uint8, in large pages where there are such."""
-    if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # of a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _lock(buffer: Tensor, device: torch.device) -> None:
-    """Page-locked by hand: torch's own allocator rounds sizes up to powers of two, which at 9 GB a layer is too much.
-
-    Raises: RuntimeError if the machine locks no more.
-    """
-    buffer.zero_()  # by many threads, where locking would touch the pages by one
-    runtime = torch.cuda.cudart()
-    with torch.cuda.device(device):  # a thread begins on the first GPU
-        result = runtime.cudaHostRegister(buffer.data_ptr(), len(buffer), 0)
-    if result != runtime.cudaError.success:
-        raise RuntimeError(f"{len(buffer) / 2**30:.2f} GiB of host memory cannot be page-locked: {result}")
-
-
-def _unlock(buffers: list[Tensor]) -> None:
-    """Before they are given back: the same addresses may be locked again."""
-    if buffers:
-        torch.cuda.synchronize()
-    for buffer in buffers:
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

@@ -21,6 +21,7 @@ from .checkpoint import Found, Manifest, Mesh
 from .config import Config
 from .data import Windows
 from .engine import Engine
+from .host_memory import HostMemory
 from .nonfinite import Guard
 from .partitions import Piece
 from .storage import StorageError
@@ -44,6 +45,7 @@ class Progress(NamedTuple):
 class Saver:
     """Saves a run every so many steps.
 
+    saver.reserve()                        # before the first step, and behind it
     saver.start(progress)                  # returns once the state is copied
     if any rank says saver.failed: saver.wait()
     saver.wait()                           # at the end
@@ -65,6 +67,8 @@ class Saver:
         self._engine = engine
         self._windows = windows
         self._host: dict[str, Tensor] = {}
+        self._memory: dict[torch.device, HostMemory] = {}
+        self._asked: set[str] = set()
         self._partial: Path | None = None
         self._writing: Future[None] | None = None
         self._last: tuple[int, Path] | None = None
@@ -81,12 +85,31 @@ class Saver:
         """Whether what this rank writes, or wrote, has failed. Waits for nothing."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
+    def reserve(self) -> list[Future[None]]:
+        """Begin to take the host memory of a save, in a thread, so that no step waits for it.
+
+        For what is there to be saved and was not asked for yet: states that an optimizer makes in its first step are
+        there after it. Returns what is done when it is taken; what fails is also told by the next `start`.
+        """
+        sizes: dict[torch.device, list[int]] = {}
+        for key, _, _, part, _ in self._mine() if self._config.checkpoint.every is not None else ():
+            if key not in self._asked and key not in self._host:
+                sizes.setdefault(part.device, []).append(part.nbytes)
+                self._asked.add(key)
+        return [self._room(device).reserve(wanted, device) for device, wanted in sizes.items()]
+
     def start(self, progress: Progress) -> None:
         """Copy the state of this step to host memory and have it written; wait for the save before it first."""
         self.wait()
-        folder = self._config.checkpoint_dir
-        self._partial = Path(on_first(self._world, checkpoint.begin, folder, progress.step))
-        pieces = self._copied(storage.shared_out(self._engine.pieces(), self._world.rank, self._world.size))
+        mine = self._mine()
+        self._partial = checkpoint.partial_of(self._config.checkpoint_dir, progress.step)
+        error = None
+        try:
+            self._begin(mine, progress.step)
+        except (OSError, ValueError, RuntimeError) as raised:
+            error = self._world.rank, str(raised)
+        self._refuse(together(self._world, error))
+        pieces = self._copied(mine)
         values = {RANDOM.format(self._world.rank): randomness.states(self._world.device)}
         manifest = self._manifest(progress)
         write = functools.partial(self._write, self._partial, pieces, values, manifest)
@@ -122,15 +145,25 @@ class Saver:
             self._writing.add_done_callback(lambda _: done.set())
             done.wait(timeout_s)
 
-    def _copied(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces in host memory, which is taken at the first save and kept."""
-        on_gpu = self._world.device.type == "cuda"
+    def _mine(self) -> list[Piece]:
+        return storage.shared_out(self._engine.pieces(), self._world.rank, self._world.size)
+
+    def _room(self, device: torch.device) -> HostMemory:
+        return self._memory.setdefault(device, HostMemory())
+
+    def _begin(self, pieces: list[Piece], step: int) -> None:
+        """Host memory for the pieces, which is kept for the next save; the folder, by rank 0."""
         for key, _, _, part, _ in pieces:
             if key not in self._host:
-                self._host[key] = torch.empty_like(part, device="cpu", pin_memory=on_gpu)
+                self._host[key] = self._room(part.device).take(part.nbytes, part.device).view(part.dtype)
+        if self._world.rank == 0:
+            checkpoint.begin(self._config.checkpoint_dir, step)
+
+    def _copied(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces in host memory."""
+        for key, _, _, part, _ in pieces:
             self._host[key].copy_(part, non_blocking=True)
-        if on_gpu:
-            torch.cuda.current_stream(self._world.device).synchronize()
+        self._world.settle()
         return [piece._replace(part=self._host[piece.key]) for piece in pieces]
 
     def _write(self, partial: Path, pieces: list[Piece], values: dict[str, Any], manifest: Manifest) -> None:
@@ -190,20 +223,6 @@ def together(world: World, value: Any) -> list[Any]:
             f"rank {world.rank} waited for the others in vain: all ranks must save and resume together, and "
             f"within train.timeout_s = {world.ring.timeout_s:g} ({error})"
         ) from error
-
-
-def on_first(world: World, action: Callable[..., Any], *args: Any) -> str:
-    """What rank 0 returns from an action on the folder, as text; an error there is one on all ranks."""
-    result, error = "", None
-    if world.rank == 0:
-        try:
-            result = str(action(*args))
-        except (OSError, ValueError) as raised:
-            error = str(raised)
-    result, error = together(world, (result, error))[0]
-    if error is not None:
-        raise _not_saved(0, error)
-    return result
 
 
 def say(sentence: str) -> None:
