@@ -363,6 +363,46 @@ def share() -> str:
     return about + table(training.SHARE, training.share(row)) + f"\n{source(row)}\n"
 
 
+def data_wait() -> str:
+    """What a step waits for its data."""
+    rows = rows_of("data_wait")
+    head = ["GPUs", "shape", "layers", "tokens", "data", "step, s", "wait, ms", "share", "largest share"]
+    lines = [
+        [
+            str(row["processes"]), row["shape"], str(row["layers"]), f"{row['length']:,}", row["kind"],
+            f"{row['step_s']:.2f}", f"{1e3 * row['data_wait_s']:.3f}",
+            *(f"{100 * row[name]:.4f}%" for name in ("data_wait_share", "data_wait_share_largest")),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return table(head, lines) + f"\n{sources(rows)}\n"
+
+
+def saves() -> str:
+    """What a step waits for a save."""
+    rows = rows_of("checkpoint")
+    times = ("first_stall_s", "stall_s", "copy_s", "blocking_save_s", "step_s", "step_beside_writing_s", "load_s")
+    lines = [
+        [str(row["processes"]), str(row["zero"]), f"{row['files_bytes'] / 1e9:.2f}", *(f"{row[t]:.3f}" for t in times)]
+        for row in rows
+    ]
+    head = ["GPUs", "ZeRO", "GB", "first save", "save", "copy alone", "blocking save", "step",
+            "step beside writing", "load"]  # fmt: skip
+    return table(head, lines) + f"\n{sources(rows)}\n"
+
+
+def trainer_gpu() -> str:
+    """Tests of the trainer that need one GPU."""
+    result = load("trainer_gpu")
+    tests = {test["test"].split("::test_")[1]: test for test in result["tests"]}
+    loss = next(test["bytes_above_gradients"] for name, test in tests.items() if name.startswith("R106"))
+    held = ", ".join(f"{size / 1e9:.2f} GB at {int(tokens):,} tokens" for tokens, size in loss.items())
+    return (
+        f"{result['passed']} passed, {result['failed']} failed: {', '.join(f'`{name}`' for name in tests)}.\n"
+        f"The loss holds, beside its gradients, {held}.\n{source(result)}\n"
+    )
+
+
 def planning() -> str:
     """How long the balanced layout of a batch takes, and how even it is."""
     rows = rows_of("planning")
@@ -455,6 +495,9 @@ RENDER: dict[str, Callable[[], str]] = {
     "million": million,
     "million_steps": million_steps,
     "share": share,
+    "data_wait": data_wait,
+    "saves": saves,
+    "trainer_gpu": trainer_gpu,
     "planning": planning,
     "timeline": timeline,
     "tuning": tuning,
