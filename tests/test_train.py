@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 
+import evaluating
 import pytest
 import torch
 import training
-from conftest import error
+from conftest import MULTIGPU, error
 
 from train import world
 from train.data.tokens import ByteTokenizer
 
 MESHES = [(4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
 ZERO = [0, 1, 2, 3]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +144,26 @@ def test_R114_a_step_on_cpus_without_triton(pool, texts):
         assert error(got["weights"][name], weight) <= 1e-5, name
 
 
-def test_R108_a_step_leaves_nothing_behind(pool, texts):
-    """Without documents, because layouts and plans of the last ones are kept, and differ in size.
+@pytest.fixture(params=["gloo", pytest.param("nccl, one GPU", marks=GPU), pytest.param("nccl", marks=MULTIGPU)])
+def some(request, pool):
+    """Two processes, or one with a GPU."""
+    backend, _, one = request.param.partition(",")
+    return pool(1 if one else 2, backend)
+
+
+def test_R108_a_step_leaves_nothing_behind(some, texts, tmp_path):
+    """With evaluations and saves between. Without documents: layouts and plans of the last ones are kept, and differ.
 
     Less is allowed: what the worker did before may fall to the collector meanwhile. Looked at three times, because the
     thread that loads may hold tensors of its own just then.
     """
-    whole = {"path": str(texts), "document_mask": False}
-    config = training.config_of(texts, mesh=(1, 2, 1), zero=2, steps=24, data=whole)
-    for early, *between, late in pool(2)(training.held, config, (8, 9, 10, 22, 23, 24)):
+    whole = {"data": {"path": str(texts), "document_mask": False}, "checkpoint": {"every": 6, "keep_last": 1}}
+    evaluation = {"every": 7, "needle": None}
+    config = evaluating.config_of(
+        texts, evaluating.write_held_out(tmp_path), folder=tmp_path, evaluation=evaluation,
+        mesh=(1, some.size, 1), zero=2, steps=24, **whole,
+    )  # fmt: skip
+    for early, *between, late in some(training.held, config, (8, 9, 10, 22, 23, 24)):
         before, after = [early, *between[:2]], [*between[2:], late]
         most = {name: max(seen[name] for seen in before) for name in early}
         least = {name: min(seen[name] for seen in after) for name in early}

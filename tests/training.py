@@ -245,6 +245,7 @@ def held(config: Config, steps: tuple[int, ...]) -> list[dict[str, Any]]:
 
     def counting(run: loop.Run, number: int, **options: Any) -> Any:
         if number in steps:
+            run.saver.wait()
             gc.collect()
             tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
             seen.append(
@@ -254,6 +255,7 @@ def held(config: Config, steps: tuple[int, ...]) -> list[dict[str, Any]]:
                     "threads": threading.active_count(),
                     "tensors": len(tensors),
                     "bytes": sum(one.numel() * one.element_size() for one in tensors),
+                    "bytes on the GPU": torch.cuda.memory_allocated() if run.world.device.type == "cuda" else 0,
                 }
             )
         return step(run, number, **options)
