@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 KINDS = {
+    "messages": r"nccl|gloo:",
     "copies to the host": r"memcpy dtoh",
     "copies from the host": r"memcpy htod",
     "copies on the device": r"memcpy|memset|copy_",
@@ -48,8 +49,9 @@ def union(spans: Iterable[tuple[int, int]]) -> int:
 def summary(events: Iterable[Event], *, longest: int = 12) -> dict[str, Any]:
     """Seconds by kind, added up; what runs beside each other counts in both.
 
-    span_s: from the first begin to the last end; idle_s: of it, without any kernel or copy; copies_alone_s: with copies
-    from and to the host and no kernel; kernels: those with the most seconds, by name, with how often they ran
+    span_s: from the first begin to the last end; idle_s: of it, without any kernel or copy
+    copies_alone_s: with copies from and to the host and no kernel; messages_alone_s: with messages and nothing else
+    kernels: those with the most seconds, by name, with how often they ran
     """
     events = list(events)
     kinds = dict.fromkeys(KINDS, 0)
@@ -62,10 +64,12 @@ def summary(events: Iterable[Event], *, longest: int = 12) -> dict[str, Any]:
     host = [kind for kind in KINDS if kind.endswith("the host")]
     busy = union((event.start, event.end) for event in events)
     computing = union((event.start, event.end) for event in events if kind_of(event.name) not in host)
+    silent = union((event.start, event.end) for event in events if kind_of(event.name) != "messages")
     span = max(event.end for event in events) - min(event.start for event in events)
     top = sorted(names.items(), key=lambda item: -item[1][1])[:longest]
     return {
         "span_s": span / 1e9, "idle_s": (span - busy) / 1e9, "copies_alone_s": (busy - computing) / 1e9,
+        "messages_alone_s": (busy - silent) / 1e9,
         "kinds_s": {kind: took / 1e9 for kind, took in kinds.items()},
         "kernels": [{"name": name[:120], "kind": kind_of(name), "calls": calls, "seconds": took / 1e9}
                     for name, (calls, took) in top],

@@ -6,8 +6,10 @@
 
 Causal attention, bf16, D=128, forward and forward + backward, through `ringflash.attention` as a user calls it, the
 host's time included. "alone" is the whole sequence on each GPU with its share of the heads: the same FLOPs without a
-ring. "context_parallel" is PyTorch's, with cuDNN. TFLOP/s are of visible pairs a GPU; a time is the slowest rank's, the
-median of calls that all ranks begin together. A contender that fails is a row with its error.
+ring. "context_parallel" is PyTorch's, with cuDNN; "zigzag cudnn" and "zigzag flash" are ring-flash-attention's, see
+`zigzag.py`. TFLOP/s are of visible pairs a GPU; a time is the slowest rank's, the median of calls that all ranks begin
+together. With --profile the row of the ring, both ways, says how long rank 0's messages ran, and how long with no
+kernel beside them. A contender that fails is a row with its error.
 
 Letters: P ranks, S tokens of the sequence.
 """
@@ -19,7 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -28,6 +30,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import zigzag as rivals
+from profiling import Profile
 from provenance import ROOT, provenance
 
 import ringflash
@@ -37,6 +41,7 @@ LENGTHS = (32768, 131072, 524288)
 HEADS = ((16, 16), (32, 8))
 HEAD_DIM = 128
 CALLS, LONG_CALLS, LONG = 6, 2, 200_000
+PROFILED = "ring", "both"  # contender and way
 WAYS = {"forward": 1.0, "both": 3.5}  # five products of the backward where the forward has two
 
 
@@ -104,7 +109,23 @@ def context_parallel(case: Case, device: torch.device) -> Iterator[Ready]:
         yield Ready(attend, inputs, dout)
 
 
-CONTENDERS = {"ring": ours, "alone": alone, "context_parallel": context_parallel}
+def zigzag(backend: str) -> Callable[[Case, torch.device], AbstractContextManager[Ready]]:
+    """ring-flash-attention over one of `zigzag.BACKENDS`."""
+
+    @contextmanager
+    def make(case: Case, device: torch.device) -> Iterator[Ready]:
+        attend = rivals.attention(backend, device)
+        *inputs, dout = tensors(case.length // dist.get_world_size(), case.heads, case.kv_heads, device)
+        inputs = [x.requires_grad_() for x in inputs]
+        yield Ready(lambda: attend(*inputs, causal=True), inputs, dout)
+
+    return make
+
+
+CONTENDERS: dict[str, Callable[[Case, torch.device], AbstractContextManager[Ready]]] = {
+    "ring": ours, "alone": alone, "context_parallel": context_parallel,
+    **{f"zigzag {backend}": zigzag(backend) for backend in rivals.BACKENDS},
+}  # fmt: skip
 
 
 class Clock:
@@ -132,8 +153,19 @@ class Clock:
         return float(slowest)
 
 
-def rows_of(case: Case, device: torch.device) -> Iterator[dict]:
-    """Every contender, both ways."""
+def messages(ready: Ready, device: torch.device) -> dict[str, float]:
+    """Milliseconds of one call, both ways: of all, of messages, of messages with no kernel beside them, of nothing."""
+    dist.barrier()
+    with Profile(device) as profile:
+        ready.run("both")
+    found = profile.summary()
+    parts = {"span": found["span_s"], "messages": found["kinds_s"]["messages"], "alone": found["messages_alone_s"],
+             "idle": found["idle_s"]}  # fmt: skip
+    return {name: round(1e3 * seconds, 3) for name, seconds in parts.items()}
+
+
+def rows_of(case: Case, device: torch.device, profiled: bool = False) -> Iterator[dict]:
+    """Every contender, both ways. profiled: see --profile"""
     clock, calls = Clock(device), CALLS if case.length < LONG else LONG_CALLS
     for name, make in CONTENDERS.items():
         row = case._asdict() | {"ranks": dist.get_world_size(), "contender": name}
@@ -142,7 +174,8 @@ def rows_of(case: Case, device: torch.device) -> Iterator[dict]:
                 for way in WAYS:
                     ms = clock.ms(lambda way=way: ready.run(way), calls)
                     rate = case.flops(way) / ms / 1e9
-                    yield row | {"way": way, "ms": round(ms, 3), "tflops": round(rate, 1), "calls": calls}
+                    seen = {"messages_ms": messages(ready, device)} if profiled and (name, way) == PROFILED else {}
+                    yield row | {"way": way, "ms": round(ms, 3), "tflops": round(rate, 1), "calls": calls} | seen
         except (RuntimeError, ValueError, TypeError) as error:  # of one contender, on every rank alike
             yield row | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 
@@ -152,6 +185,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="S, tokens of the sequence")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--commit", help="the commit that is measured, where the checkout has no history")
+    parser.add_argument("--profile", action="store_true", help="how much of the exchange is hidden")
     parser.add_argument("--tiny", action="store_true", help="small cases over gloo")
     asked = parser.parse_args(words)
     device = torch.device("cpu") if asked.tiny else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -163,7 +197,7 @@ def main(words: Sequence[str] | None = None) -> None:
     shown = {} if asked.tiny else provenance("ring.py", sys.argv[1:], asked.commit)
     for length in (256,) if asked.tiny else asked.lengths:
         for heads in HEADS:
-            for row in rows_of(Case(length, *heads), device):
+            for row in rows_of(Case(length, *heads), device, asked.profile):
                 if dist.get_rank() == 0:
                     print(json.dumps(row), flush=True)
                     with asked.output.open("a", encoding="utf-8") as file:

@@ -275,17 +275,18 @@ def ring() -> str:
     for row in rows:
         case = (row["ranks"], row["length"], row["heads"], row["kv_heads"])
         cases.setdefault(case, {})[row["contender"], row.get("way", "both")] = row
+    peers = list(dict.fromkeys(row["contender"] for row in rows if row["contender"] not in ("ring", "alone")))
     lines = []
     for (ranks, length, heads, kv_heads), found in cases.items():
         line = [str(ranks), f"{length // 1024}k", f"{heads}:{kv_heads}"]
         for way in ("forward", "both"):
-            rates = [found.get((name, way), {}).get("tflops") for name in ("ring", "alone", "context_parallel")]
-            ours, one, peer = rates
+            ours, one, *theirs = (found.get((name, way), {}).get("tflops") for name in ("ring", "alone", *peers))
             line += ["" if rate is None else f"{rate:.0f}" for rate in (ours, one)]
-            line += ["" if not (ours and one) else f"{ours / one:.3f}", "" if peer is None else f"{peer:.0f}"]
+            line += ["" if not (ours and one) else f"{ours / one:.3f}"]
+            line += ["" if rate is None else f"{rate:.0f}" for rate in theirs]
         lines.append(line)
-    head = ["GPUs", "tokens", "heads", *(f"{name}, {way}" for way in ("forward", "both")
-                                         for name in ("ring", "one GPU", "share", "context_parallel"))]  # fmt: skip
+    names = ("ring", "one GPU", "share", *peers)
+    head = ["GPUs", "tokens", "heads", *(f"{name}, {way}" for way in ("forward", "both") for name in names)]
     return table(head, lines) + f"\n{sources(rows)}\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ import bars  # noqa: E402
 import contenders  # noqa: E402
 import planning  # noqa: E402
 import profiling  # noqa: E402
+import ring  # noqa: E402
 import ring_share  # noqa: E402
 import steps  # noqa: E402
 import traffic  # noqa: E402
@@ -469,13 +471,14 @@ def test_a_profile_counts_each_moment_once():
     events = [
         profiling.Event("attend", 0, 100), profiling.Event("Memcpy DtoH (Device -> Pinned)", 50, 120),
         profiling.Event("nvjet_hsh_128x256", 130, 200), profiling.Event("nvjet_hsh_128x256", 200, 230),
-        profiling.Event("all_gradients", 300, 400),
+        profiling.Event("all_gradients", 300, 400), profiling.Event("ncclDevKernel_SendRecv", 210, 310),
     ]  # fmt: skip
     found = profiling.summary(events)
-    assert (found["span_s"], found["idle_s"], found["copies_alone_s"]) == (400e-9, 80e-9, 20e-9)
+    assert (found["span_s"], found["idle_s"], found["copies_alone_s"]) == (400e-9, 10e-9, 20e-9)
+    assert found["messages_alone_s"] == pytest.approx(70e-9)
     kinds = {kind: round(seconds * 1e9) for kind, seconds in found["kinds_s"].items() if seconds}
     assert kinds == {"copies to the host": 70, "attention forward": 100, "matrix products": 100,
-                     "attention backward": 100}  # fmt: skip
+                     "attention backward": 100, "messages": 100}  # fmt: skip
     assert {"name": "nvjet_hsh_128x256", "kind": "matrix products", "calls": 2, "seconds": 1e-7} in found["kernels"]
 
 
@@ -500,3 +503,19 @@ def test_without_a_gpu_it_is_said_in_a_sentence(script):
     )
     assert done.returncode == 2, done.stderr
     assert "GPU" in done.stdout and "Traceback" not in done.stderr
+
+
+def rows_of_a_small_ring() -> list[dict]:
+    ring.CALLS = 1
+    return list(ring.rows_of(ring.Case(64, 4, 2), torch.device("cpu"), profiled=True))
+
+
+def test_a_ring_of_processes_is_measured_beside_its_rivals(pool):
+    rows = {(row["contender"], row.get("way")): row for row in pool(2)(rows_of_a_small_ring)[0]}
+    for name in ("ring", "alone"):
+        assert all(rows[name, way]["ms"] > 0 for way in ring.WAYS)
+    assert rows["ring", "both"]["messages_ms"]["span"] > 0
+    if importlib.util.find_spec("ring_flash_attn"):
+        assert rows["zigzag cudnn", "both"]["ms"] > 0
+    else:
+        assert "pip install --no-deps ring-flash-attn==0.1.8" in rows["zigzag cudnn", None]["error"]
