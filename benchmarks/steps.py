@@ -42,6 +42,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+SETS: dict[str, dict[str, Any]] = {
+    "plain": {"checkpoint": "none", "loss_chunk": 2**31 - 1},
+    "loss": {"checkpoint": "none"},
+    "tiled": {"checkpoint": "none", "mlp_tile": 4096},
+    "checkpointed": {"mlp_tile": 4096},
+    "offload": {"mlp_tile": 4096, "offload": ["activations"]},
+    "every": {"mlp_tile": 4096, "offload": ["attention"], "checkpoint_every": 8},
+    "recomputed": {"mlp_tile": 4096, "offload": ["activations"], "checkpoint_every": 4, "checkpoint": "full"},
+}
+"""Name of a set of switches -> what of [memory] is not as usual, for ever longer sequences."""
+
+
 def config_of(asked: argparse.Namespace, *, whole: bool = False) -> Config:
     """The configuration of a run that these words ask for. Raises: ConfigError.
 
@@ -92,6 +104,11 @@ def limits_of(asked: argparse.Namespace, device_bytes: int | None) -> plan.Limit
     return plan.Limits(device_bytes, host, 1)
 
 
+def device_bytes_of(asked: argparse.Namespace) -> int | None:
+    """Memory of the GPU, as the words say it."""
+    return None if asked.device_gb is None else round(asked.device_gb * plan.GB)
+
+
 def predicted(asked: argparse.Namespace, device_bytes: int | None) -> dict[str, Any]:
     """What `train.memory` and `train.flops` say of the step. Raises: ValueError if it cannot fit, unless forced."""
     run, rates, limits = planned(asked), flops.RATES["H200"], limits_of(asked, device_bytes)
@@ -127,12 +144,20 @@ def parsed(words: list[str], about: str | None = None) -> argparse.Namespace:
         "--warm", type=int, nargs="?", const=0, metavar="TOKENS", help="a step before, of so many tokens"
     )
     parser.add_argument("--host-gb", type=float, help="memory of this machine, 10^9 bytes, where it does not say all")
+    parser.add_argument("--device-gb", type=float, help="memory of the GPU, 10^9 bytes; left out: it is asked")
+    parser.add_argument("--switches", choices=SETS, help="of [memory], a set of them by name")
+    parser.add_argument("--largest", action="store_true", help="the longest sequence that fits, less and plus 5%%")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="of each step of --largest")
     parser.add_argument("--profile", action="store_true", help="add what PyTorch's profiler saw of the step, by kind")
     parser.add_argument("--force", action="store_true", help="try what cannot fit")
     parser.add_argument("--against", type=Path, metavar="FILE", help="only compare the rows of FILE with predictions")
     parser.add_argument("--commit", help="where the checkout has no history")
     parser.add_argument("--dry-run", action="store_true", help="the shape tiny at 64 tokens, whatever else is asked")
     asked = parser.parse_args(words)
+    for name, value in SETS.get(asked.switches, {}).items():
+        setattr(asked, name, value)
+    if asked.largest and asked.device_gb is None:
+        parser.error("--largest needs --device-gb: a process that asks the GPU takes memory of it")
     if asked.dry_run:
         asked.shape, asked.layers, asked.length, asked.dtype = "tiny", None, 64, "float32"
     return asked

@@ -3,6 +3,7 @@
 python benchmarks/train_step.py --shape llama3-8b --layers 4 --length 1048576 --optimizer none \
     --offload activations --offload attention --warm 16384
 python benchmarks/train_step.py --dry-run        # a tiny shape, on a CPU too
+python benchmarks/train_step.py --largest --switches offload --window 4096 --device-gb 150.1 --host-gb 137
 python benchmarks/train_step.py --against docs/results/train_step.jsonl      # measured beside predicted
 
 Tokens and weights are random. `--optimizer none` is the model alone, whose gradients stay in its own type; otherwise
@@ -30,11 +31,12 @@ sys.path.insert(0, str(ROOT))
 
 BEGAN = time.perf_counter()
 
+import largest  # noqa: E402
 import torch  # noqa: E402
 from profiling import maybe  # noqa: E402
 from ring_share import Share  # noqa: E402
 from spans import Spans  # noqa: E402
-from steps import AGAINST, SHAPES, against, config_of, parsed, predicted  # noqa: E402
+from steps import AGAINST, SHAPES, against, config_of, device_bytes_of, parsed, predicted  # noqa: E402
 
 import ringflash  # noqa: E402
 from train import flops, model, world  # noqa: E402
@@ -187,6 +189,8 @@ def main(words: list[str]) -> int:
             print(f"| {' | '.join(line)} |")
         return 0
     try:
+        if asked.largest:
+            return longest(asked, words)
         run(asked, words)
     except ValueError as refusal:
         print(f"train_step: {refusal}", file=sys.stderr)
@@ -195,6 +199,15 @@ def main(words: list[str]) -> int:
         print(f"train_step: {error}", file=sys.stderr)
         return 3
     return 0
+
+
+def longest(asked: argparse.Namespace, words: list[str]) -> int:
+    """Print what is tried around the longest sequence. Returns 0 if the planner was right, otherwise 1."""
+    found: dict[str, Any] = {}
+    for found in largest.rows(asked, [word for word in words if word != "--largest"]):
+        last = found | (where(words, asked.commit) if "tried" in found else {})
+        print(json.dumps(last), flush=True)
+    return int(not found["planner_is_right"])
 
 
 def run(asked: argparse.Namespace, words: list[str]) -> None:
@@ -208,14 +221,17 @@ def run(asked: argparse.Namespace, words: list[str]) -> None:
         warm = [asked.warm * asked.ring] if asked.warm else []
         share = Share(asked.ring, asked.ring_rank, [asked.length, *warm], asked.window)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
+    room = device_bytes_of(asked)
+    if room is None and torch.cuda.is_available():
+        room = torch.cuda.mem_get_info()[1]
+    said = predicted(asked, room)
     with world.start(config, world.Place.from_environment()) as joined:
-        room = torch.cuda.mem_get_info(joined.device)[1] if joined.device.type == "cuda" else None
         row = {key: getattr(asked, key) for key in ("shape", "length", "ring", "window", "dtype", "optimizer")}
         row |= {
             "layers": config.model.config["num_hidden_layers"],
             "zero": asked.zero if asked.optimizer != "none" else None,
         }
-        row |= {"memory": config.memory.model_dump()} | predicted(asked, room)
+        row |= {"memory": config.memory.model_dump()} | said
         row |= measure(asked, config, joined, share) | where(words, asked.commit)
         print(json.dumps(row), flush=True)
 

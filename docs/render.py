@@ -336,6 +336,18 @@ def million() -> str:
     )
 
 
+def longest() -> str:
+    """The longest sequences that train, by set of switches."""
+    lines = training.longest(rows_of("largest"))
+    note = "" if rows_of("largest") else "Not measured yet.\n\n"
+    found, length = sources(rows_of("largest")), 3 * 2**19
+    beyond = "".join(f"- {line}\n" for line in training.needed(length))
+    return (
+        f"{note}{table(training.LONGEST, lines)}\n{found or f'`{training.LARGEST}`'}\n\n"
+        f"What {length:,} tokens would take, predicted:\n\n{beyond}"
+    )
+
+
 def million_steps() -> str:
     """The longest step and the share of a ring, in two sentences."""
     rows = rows_of("train_step")
@@ -495,6 +507,7 @@ RENDER: dict[str, Callable[[], str]] = {
     "switches": switches,
     "million": million,
     "million_steps": million_steps,
+    "longest": longest,
     "share": share,
     "data_wait": data_wait,
     "saves": saves,

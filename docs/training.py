@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import largest
 import steps
 
 Row = dict[str, Any]
@@ -25,6 +26,10 @@ PARTS = ["part", "seconds", "share of the step", "TFLOP/s"]
 SHARE = ["seconds", "as measured", "without the first call"]
 PUBLISHED_S = 380
 """Qwen3-8B, 1,048,576 tokens, 8 H100, PyTorch's context parallel with cuDNN: the best public figure that we know."""
+
+LONGEST = ["switches", "[memory]", "longest, tokens", "what ends it", "a step, s", "5% less", "5% more", "forced"]
+LARGEST = "python benchmarks/train_step.py --largest --switches NAME --window 4096 --device-gb 150.1 --host-gb 137"
+"""For each set of switches; 150.1 and 137 are an H200's and its machine's."""
 
 TURNED: list[Row] = [
     {"checkpoint": "none"},
@@ -109,6 +114,37 @@ def parts(row: Row) -> Iterator[list[str]]:
         beside = " (beside the compute)" if kind.endswith("the host") else ""
         yield [kind + beside, f"{seconds:.2f}", f"{seconds / row['seconds']:.1%}", rate]
     yield ["nothing runs", f"{profile['idle_s']:.2f}", f"{profile['idle_s'] / row['seconds']:.1%}", ""]
+
+
+def longest(rows: list[Row]) -> list[list[str]]:
+    """By set of switches: what is predicted, and what became of the steps 5% below and above where they were tried."""
+    found = {row["switches"]: row for row in rows}
+    lines = []
+    for name in steps.SETS:
+        asked = steps.parsed(shlex.split(LARGEST.replace("NAME", name))[2:])
+        lengths = largest.lengths_of(asked)
+        asked.length, asked.force = lengths.longest, True
+        said = steps.predicted(asked, None)
+        ended = said["predicted_peak"]["name"] if lengths.lack == "GPU" else "host memory"
+        tried = {(one["length"] < row["longest"], one["forced"]): f"{one['length']:,} {one['outcome']}"
+                 for row in (found.get(name),) if row for one in row["tried"]}  # fmt: skip
+        cells = [tried.get(key, "") for key in ((True, False), (False, False), (False, True))]
+        lines.append([name, f"`{steps.switches(steps.USUAL | steps.SETS[name])}`", f"{lengths.longest:,}", ended,
+                      f"{said['predicted_seconds']:.0f}", *cells])  # fmt: skip
+    return lines
+
+
+def needed(length: int) -> Iterator[str]:
+    """What a length takes with attention recomputed, and with all that can be in host memory there."""
+    both = {"mlp_tile": 4096, "offload": ["activations", "attention"]}
+    for turned in (steps.SETS["recomputed"], both):
+        asked = steps.parsed(shlex.split(LARGEST.replace("NAME", "offload"))[2:])
+        asked.length, asked.force = length, True
+        for name, value in (steps.USUAL | turned).items():
+            setattr(asked, name, value)
+        device, host, seconds = numbers(steps.predicted(asked, None))
+        words = steps.switches(steps.USUAL | turned)
+        yield f"`{words}`: {device:.0f} GB on the GPU, {host:.0f} GB of host memory, {seconds:.0f} s a step"
 
 
 def ceilings(row: Row) -> tuple[float, float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import attention  # noqa: E402
 import bars  # noqa: E402
 import contenders  # noqa: E402
+import largest  # noqa: E402
 import planning  # noqa: E402
 import profiling  # noqa: E402
 import ring  # noqa: E402
@@ -465,6 +467,61 @@ def test_a_share_warms_up_on_hops_of_the_ring():
 def test_a_share_that_is_none_is_refused(capsys, words, said):
     assert train_step.main(["--dry-run", *words.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Each step of --largest in this process, on a CPU, which has no memory that ends."""
+
+    def attempt(words, timeout_s):
+        out, said = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+            code = train_step.main(words)
+        if code:
+            return {2: "refused"}[code], largest.last_line(said.getvalue()), None
+        return "finished", "", json.loads(out.getvalue())
+
+    monkeypatch.setattr(largest, "attempt", attempt)
+
+
+@pytest.mark.usefixtures("place", "here")
+def test_around_the_longest_one_step_finishes_and_one_is_refused(capsys):
+    words = "--largest --shape tiny --dtype float32 --window 64 --device-gb 2.018 --host-gb 137 --switches offload"
+    code = train_step.main([*words.split(), "--commit", "abc"])
+    row, beyond, verdict = map(json.loads, capsys.readouterr().out.splitlines())
+    at = verdict["longest"]
+    assert row["length"] == round(0.95 * at / 64) * 64 < at and row["memory"]["offload"] == ["activations"]
+    assert row["seconds"] > 0 and row["window"] == 64 and beyond["length"] == round(1.05 * at / 64) * 64
+    below, above, forced = verdict["tried"]
+    assert (below["outcome"], above["outcome"]) == ("finished", "refused") and above["length"] > at
+    assert f"sequence.length = {above['length']} does not fit" in above["said"]
+    assert f"The longest that fits is {at};" in above["said"]
+    assert forced["forced"] and forced["outcome"] == "finished", "more than the planner says, and here it fits"
+    assert code == 1 and verdict["planner_is_right"] is False and verdict["commit"] == "abc"
+
+
+@pytest.mark.usefixtures("place", "here")
+def test_where_host_memory_ends_nothing_is_forced(capsys):
+    words = "--largest --shape tiny --dtype float32 --window 64 --device-gb 150 --host-gb 3.0012 --switches offload"
+    assert train_step.main(words.split()) == 0
+    _, verdict = map(json.loads, capsys.readouterr().out.splitlines())
+    assert verdict["lacks_above"] == "host" and verdict["planner_is_right"]
+    assert [one["outcome"] for one in verdict["tried"]] == ["finished", "refused"]
+
+
+@pytest.mark.usefixtures("place")
+def test_a_step_that_never_ends_is_ended():
+    words = ["--dry-run", "--device-gb", "150"]
+    outcome, _, row = largest.attempt(words, 0.05)
+    assert outcome == "not done in 0 s" and row is None
+
+
+def test_the_longest_needs_to_know_the_gpu_without_asking_it(capsys):
+    with pytest.raises(SystemExit):
+        train_step.main(["--largest"])
+    assert "--largest needs --device-gb" in capsys.readouterr().err
+    assert train_step.main(["--largest", "--optimizer", "adamw", "--device-gb", "80", "--host-gb", "137"]) == 2
+    assert "no length fits" in capsys.readouterr().err
 
 
 def test_a_profile_counts_each_moment_once():
