@@ -18,7 +18,6 @@ import argparse
 import datetime
 import itertools
 import json
-import os
 import resource
 import sys
 import time
@@ -220,9 +219,9 @@ def run(asked: argparse.Namespace, words: list[str]) -> None:
             )
         warm = [asked.warm * asked.ring] if asked.warm else []
         share = Share(asked.ring, asked.ring_rank, [asked.length, *warm], asked.window)
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
     room = device_bytes_of(asked)
     if room is None and torch.cuda.is_available():
+        world.grow_segments()  # before the first allocation
         room = torch.cuda.mem_get_info()[1]
     said = predicted(asked, room)
     with world.start(config, world.Place.from_environment()) as joined:

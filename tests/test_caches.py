@@ -71,3 +71,20 @@ def test_R103_8_processes_compile_into_one_empty_folder(tmp_path, turns):
     )  # fmt: skip
     assert done.stdout.splitlines() == ["0 0 0 0 0 0 0 0"] * turns, done.stderr
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("set_before", "told"), [
+    ({}, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"},
+     "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512, as it was set"),
+    ({"PYTORCH_ALLOC_CONF": ""}, "PYTORCH_ALLOC_CONF=, as it was set"),
+])  # fmt: skip
+def test_memory_of_a_gpu_grows_in_place_unless_somebody_chose(set_before, told, monkeypatch):
+    for name in world.ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in set_before.items():
+        monkeypatch.setenv(name, value)
+    assert world.grow_segments() == f"torch's allocator has {told}"
+    left = {name: os.environ[name] for name in world.ALLOCATOR_VARIABLES if name in os.environ}
+    assert left == (set_before or {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})

@@ -211,12 +211,49 @@ def test_check_refuses_before_anything_is_allocated():
     plan.check(config_of(), hf, 8, None)
 
 
+def in_bytes(line):
+    """The size or time at the end of a line of the table."""
+    number, unit = line.split()[-2:]
+    return float(number) * {"GB": 1e9, "MB": 1e6, "kB": 1e3, "s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+
+
 def test_the_table_of_the_command_adds_up(capsys):
     assert plan.main([str(ROOT / "configs/llama3_8b_128k.toml"), "--host-gb", "1900"]) == 0
     lines = capsys.readouterr().out.splitlines()
     parts = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("host"))]
-    total = float(lines[0].split()[2])
-    assert sum(float(line.split()[-2]) for line in parts) == pytest.approx(total, abs=0.05 * len(parts))
+    total = in_bytes(lines[0].partition(" of ")[0])
+    assert sum(map(in_bytes, parts)) == pytest.approx(total, abs=5e7 * len(parts))
     words = [str(ROOT / "configs/llama3_8b_128k.toml"), "--set", "sequence.length=4194304", "--host-gb", "100"]
     assert plan.main(words) == 2
     assert "does not fit" in capsys.readouterr().err
+
+
+def test_a_tiny_run_is_told_in_small_units(capsys):
+    words = [str(ROOT / "configs/demo.toml"), "--set", "memory.offload=['activations']"]
+    assert plan.main(words) == 0
+    lines = {line[:15].strip(): line[15:] for line in capsys.readouterr().out.splitlines()}
+    assert " MB of each of 4 processes" in lines["host memory"] and " us at the rates" in lines["step"]
+
+
+def test_a_plan_of_several_nodes_needs_no_address(capsys):
+    words = [str(ROOT / "configs/llama3_8b_128k.toml"), "--host-gb", "1900", "--set", "launch.nodes=2"]
+    assert plan.main([*words, "--set", "parallel.ring=16"]) == 0
+    assert "of each of 8 processes" in capsys.readouterr().out
+    assert plan.main([*words, "--set", "sequence.length=0"]) == 2, "what else is wrong is still refused"
+    assert "sequence.length" in capsys.readouterr().err
+
+
+def test_keeping_the_states_of_fewer_than_one_layer_is_refused():
+    with pytest.raises(ValueError, match=r"checkpoint_every = 33 is more than the model's 32 layers: 1 to 32 is"):
+        planned("memory.checkpoint_every=33")
+    assert planned("memory.checkpoint_every=32").sizes.layers == 32
+
+
+def test_host_memory_may_be_said_where_the_machine_says_too_little(monkeypatch):
+    monkeypatch.setattr(plan.os, "sysconf", lambda name: 1000)
+    long = "sequence.length=131072", "memory.offload=['activations']", "memory.device_gb=141"
+    config = config_of(*long)
+    hf = model.config_of(config.model, config.sequence.length)
+    with pytest.raises(ValueError, match=r"the machine has 1\.0 MB"):
+        plan.check(config, hf, 8, None)
+    plan.check(config_of(*long, "memory.host_gb=1900"), hf, 8, None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import flops, memory
-from .config import Config, load, resolve
+from .config import Config, ConfigError, load, resolve
 
 GB = 10**9
 DEVICE_BASE = 2 * GB
@@ -47,8 +47,11 @@ class Limits(NamedTuple):
         return ""
 
 
-def host_bytes() -> int:
-    """Host memory that processes here may take together: the machine's, or less where a control group says so."""
+def host_bytes(given_gb: float | None = None) -> int:
+    """Host memory that processes here may take together: `memory.host_gb`, or the machine's, or less where a control
+    group says so."""
+    if given_gb is not None:
+        return round(given_gb * GB)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = GROUP_LIMIT.read_text().strip() if GROUP_LIMIT.is_file() else "max"
     return total if limit == "max" else min(total, int(limit))
@@ -58,11 +61,18 @@ class Plan:
     """A run's memory and time, and those of runs near it.
 
     hf: its transformers config; updates: False for the model alone, without DeepSpeed and optimizer
+    Raises: ValueError for a memory.checkpoint_every beyond the number of layers.
     """
 
     def __init__(self, config: Config, hf: Any, world_size: int, *, updates: bool = True) -> None:
         self.config, self._world_size, self._updates = config, world_size, updates
         self.sizes, self.shape = memory.sizes_of(hf), flops.describe(hf)
+        every = config.memory.checkpoint_every
+        if every > self.sizes.layers:
+            raise ValueError(
+                f"memory.checkpoint_every = {every} is more than the model's {self.sizes.layers} layers: "
+                f"1 to {self.sizes.layers} is accepted, {self.sizes.layers} keeps the first layer's states alone"
+            )
 
     def step(self, switches: Any = None) -> memory.Step:
         """What its memory depends on. switches: another [memory]."""
@@ -205,7 +215,15 @@ def _gigabytes(text: str) -> float:
 
 
 def _gb(size: float) -> str:
-    return f"{size / GB:.1f} GB"
+    """Bytes in a unit that leaves a digit before the point."""
+    unit, name = next(((10**n, name) for n, name in ((9, "GB"), (6, "MB")) if size >= 10**n), (10**3, "kB"))
+    return f"{size / unit:.1f} {name}"
+
+
+def _duration(seconds: float) -> str:
+    """The same of seconds."""
+    unit, name = next(((u, name) for u, name in ((1, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "us"))
+    return f"{seconds / unit:.1f} {name}"
 
 
 def check(config: Config, hf: Any, world_size: int, device_bytes: int | None) -> None:
@@ -215,7 +233,7 @@ def check(config: Config, hf: Any, world_size: int, device_bytes: int | None) ->
     """
     if config.memory.device_gb is not None:
         device_bytes = round(config.memory.device_gb * GB)
-    limits = Limits(device_bytes, host_bytes(), min(config.launch.processes_per_node, world_size))
+    limits = Limits(device_bytes, host_bytes(config.memory.host_gb), min(config.launch.processes_per_node, world_size))
     if refusal := Plan(config, hf, world_size).refusal(limits, flops.RATES["H200"]):
         raise ValueError(refusal)
 
@@ -229,11 +247,21 @@ def table(plan: Plan, limits: Limits, rates: flops.Rates) -> list[str]:
     lines += [f"host memory    {_gb(found.host_bytes)} of each of {limits.processes} processes"]
     lines += [f"  {name:<32} {_gb(size):>10}" for name, size in found.host.items()]
     times = plan.seconds(step, rates)
-    lines += [f"step           {sum(times.values()):.1f} s at the rates of an H200"]
-    lines += [f"  {name:<32} {seconds:>8.1f} s" for name, seconds in times.items() if seconds]
+    lines += [f"step           {_duration(sum(times.values()))} at the rates of an H200"]
+    lines += [f"  {name:<32} {_duration(seconds):>10}" for name, seconds in times.items() if seconds]
     if limits.device_bytes is not None:
         lines += [f"longest        {plan.longest(step, limits)} tokens"]
     return lines
+
+
+def loaded(path: str, overrides: Sequence[str]) -> Config:
+    """The configuration; of several nodes none has to be known by its address. Raises: ConfigError."""
+    try:
+        return load(path, overrides)
+    except ConfigError as refusal:
+        if not str(refusal).endswith("needs launch.master_address"):
+            raise
+        return load(path, [*overrides, "launch.master_address=unknown"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -253,10 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from .model import config_of
 
-        config = resolve(load(arguments.config, arguments.set))
+        config = resolve(loaded(arguments.config, arguments.set))
         plan = Plan(config, config_of(config.model, config.sequence.length), config.world_size)
         device = config.memory.device_gb or arguments.device_gb
-        host = host_bytes() if arguments.host_gb is None else round(arguments.host_gb * GB)
+        host = host_bytes(config.memory.host_gb or arguments.host_gb)
         limits = Limits(round(device * GB), host, config.launch.processes_per_node)
     except ValueError as refusal:
         print(f"ringflash: {refusal}", file=sys.stderr)

@@ -45,6 +45,10 @@ JOB_VARIABLES = "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"
 """What slurm and torchrun call a job, the same on all its processes and again when they are started again."""
 
 
+ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+"""What torch's allocator reads; the first is known to all versions."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where torchrun put this process. Without torchrun it is the only one."""
@@ -136,6 +140,9 @@ def start(config: Config, place: Place) -> Iterator[World]:
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for it when it is imported
     else:
         check_toolchain()
+        allocator = grow_segments()
+        if place.local_rank == 0:
+            print(f"ringflash: {allocator}", file=sys.stderr)
         torch.cuda.set_device(device)
     _seed(config, device)
     _init(config, place, device)
@@ -194,6 +201,17 @@ def check_toolchain() -> None:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         raise ValueError(f"{header} is missing, Triton needs it: install python{sys.version_info[0]}-dev")
+
+
+def grow_segments() -> str:
+    """Let torch's memory of a GPU grow in place, before its first allocation: layers of all sizes leave fewer gaps.
+
+    Returns what is to be told; a variable that is set already stays.
+    """
+    given = next((variable for variable in ALLOCATOR_VARIABLES if variable in os.environ), None)
+    variable = given or ALLOCATOR_VARIABLES[0]
+    os.environ.setdefault(variable, "expandable_segments:True")
+    return f"torch's allocator has {variable}={os.environ[variable]}{', as it was set' if given else ''}"
 
 
 def keep_caches(name: str) -> tuple[Path, str]:

@@ -212,6 +212,9 @@ class Memory(Section):
     """Local tokens whose logits exist at one time."""
     device_gb: Positive | None = None
     """Memory of one GPU, in 10^9 bytes, which a step must fit into; left out: that of the GPU that is there."""
+    host_gb: Positive | None = None
+    """Memory of one machine, in 10^9 bytes, for all its processes; left out: what it says it has, which a virtual
+    machine whose memory grows on demand says too low."""
 
 
 class Checkpoint(Section):
