@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import attention  # noqa: E402
 import bars  # noqa: E402
 import contenders  # noqa: E402
+import head  # noqa: E402
 import largest  # noqa: E402
 import planning  # noqa: E402
 import profiling  # noqa: E402
@@ -467,6 +468,15 @@ def test_a_share_warms_up_on_hops_of_the_ring():
 def test_a_share_that_is_none_is_refused(capsys, words, said):
     assert train_step.main(["--dry-run", *words.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_head_is_measured_beside_what_may_be_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", None)
+    assert head.main(["--dry-run", "--commit", "abc"]) == 0
+    mine, other = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (mine["head"], mine["tokens"], mine["chunk"], mine["commit"]) == ("ringflash", 64, 16, "abc")
+    assert mine["seconds"] > 0 and 0 < mine["error_hidden"] < 0.02 and 0 < mine["error_weight"] < 0.02
+    assert other["head"] == "liger" and "ModuleNotFoundError" in other["error"]
 
 
 @pytest.fixture
