@@ -31,6 +31,9 @@ LONGEST = ["switches", "[memory]", "longest, tokens", "what ends it", "a step, s
 LARGEST = "python benchmarks/train_step.py --largest --switches NAME --window 4096 --device-gb 150.1 --host-gb 137"
 """For each set of switches; 150.1 and 137 are an H200's and its machine's."""
 
+KEYS = "shape", "layers", "length", "window", "optimizer"
+"""What rows have in common whose switches are compared."""
+
 TURNED: list[Row] = [
     {"checkpoint": "none"},
     {"checkpoint": "full"},
@@ -71,7 +74,7 @@ def switched(rows: list[Row]) -> tuple[Row, list[list[str]]] | None:
     plain = next((row for row in rows if not steps.switches(row["memory"])), None)
     if plain is None:
         return None
-    same = [row for row in rows if all(row[key] == plain[key] for key in ("shape", "layers", "length", "optimizer"))]
+    same = [row for row in rows if all(row[key] == plain[key] for key in KEYS)]
     lines = []
     for turned in TURNED:
         memory = steps.USUAL | turned
@@ -100,8 +103,8 @@ def differences(before: tuple[float, ...], after: tuple[float, ...]) -> list[flo
 
 
 def longest_step(rows: list[Row]) -> Row | None:
-    """The longest one of one GPU whose profile is there."""
-    return max((row for row in rows if "profile" in row), key=lambda row: row["length"], default=None)
+    """The longest one of one GPU whose profile is there; of several the latest."""
+    return max((row for row in reversed(rows) if "profile" in row), key=lambda row: row["length"], default=None)
 
 
 def parts(row: Row) -> Iterator[list[str]]:
