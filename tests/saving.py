@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -249,8 +250,11 @@ def unlockable(config: Config) -> str:
 
 
 def unwritable(config: Config) -> str:
-    """Body: what is said where the folder cannot be made."""
+    """Body: what is said where the folder is no folder any more."""
     run = loop.prepare(config, training.join(config))
+    if run.world.rank == 0:
+        shutil.rmtree(config.checkpoint_dir, ignore_errors=True)
+        config.checkpoint_dir.write_text("")
     try:
         run.saver.save(Progress(1, 0))
     except saver.CheckpointError as error:

@@ -200,6 +200,9 @@ REFUSED = {
     # the rest
     "train.micro_batch=2": ("micro_batch = 2", "global_batch = 1"),
     "train.name=../x": ("train.name = '../x'", "matches"),
+    "train.seed=4294967296": ("train.seed = 4294967296", "less than 4294967296"),
+    "optimizer.lr=1e300": ("optimizer.lr = 1e+300", "1e+30"),
+    "launch.environment.WORLD_SIZE='3'": ("launch.environment.WORLD_SIZE", "torchrun", "leave it out"),
     "launch.nodes=2": ("launch.nodes = 2", "launch.master_address"),
     "launch.master_address=host": ("launch.master_address = 'host'", "launch.nodes = 1"),
     "launch.scheduler=cron": ("'cron'", "'torchrun', 'slurm' or 'kubernetes'"),
@@ -348,6 +351,12 @@ def test_a_folder_that_is_there_and_takes_no_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint.dir = '/proc/sys' cannot be written"):
         check_paths(config)
     check_paths(config, trains=False)
+
+
+def test_metrics_that_are_a_folder_are_refused(tmp_path):
+    (tmp_path / "demo" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a folder: a file, or none, is accepted there"):
+        check_paths(demo(f"metrics.dir={tmp_path}"))
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

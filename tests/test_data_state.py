@@ -6,7 +6,9 @@ import json
 import shutil
 import time
 from collections import Counter
+from functools import reduce
 from itertools import islice
+from operator import getitem
 
 import corpora
 import numpy as np
@@ -188,6 +190,35 @@ def test_a_position_in_other_data_is_refused(mixture, case):
     state = stored(sequences(mixture).state())
     with pytest.raises(ValueError, match=message):
         sequences(mixture, state=state, **options)
+
+
+BROKEN = {
+    "empty": (("stream",), {}),
+    "no list": (("stream", "sources"), "x"),
+    "no numbers": (("stream", "sources", 0), {"epoch": "x"}),
+    "before the first row": (("stream", "sources", 0, "row"), -1),
+    "behind the last row": (("stream", "sources", 0, "row"), 10**9),
+    "behind the last chunk": (("stream", "sources", 0, "chunk"), 10**9),
+    "a source less": (("stream", "sources"), []),
+    "a short place": (("open", 0), [[0, 0]]),
+    "a source that is not there": (("open", 0, 0, 0), 9),
+    "a chunk that is not there": (("open", 0, 0, 1), 10**9),
+    "a row that is not there": (("open", 0, 0, 2), 10**9),
+    "others": (("stream", "made_by"), {}),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_position_that_no_run_saved_is_refused(mixture, case):
+    packer = sequences(mixture)
+    state = {"open": []}
+    while not state["open"]:
+        next(packer)
+        state = stored(packer.state())
+    (*above, last), value = BROKEN[case]
+    reduce(getitem, above, state)[last] = value
+    with pytest.raises(ValueError, match=r"the position in the data (that )?was saved|\[data\] has .*: not as it was"):
+        list(islice(sequences(mixture, state=state), 40))
 
 
 def test_a_position_in_changed_files_is_refused(tmp_path):

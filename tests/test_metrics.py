@@ -197,6 +197,17 @@ def test_R96_a_file_of_an_older_run_is_not_taken_for_this_one(tmp_path):
     assert lines(tmp_path) == [{"kind": "header"}]
 
 
+def test_what_a_crash_left_in_the_file_ends_no_resume(tmp_path):
+    with writer(tmp_path) as metrics:
+        metrics.write(RECORD)
+    file = tmp_path / "demo" / "metrics.jsonl"
+    junk = [b"\0" * 40, bytes(range(256)), b"5", b'{"kind": "step"}', b'{"kind": "step", "step": "x"}', b"[" * 100_000]
+    file.write_bytes(b"\n".join([*junk[:3], file.read_bytes(), *junk[3:]]))
+    with writer(tmp_path, after=RECORD.step):
+        pass
+    assert [row["kind"] for row in lines(tmp_path)] == ["header", "step"]
+
+
 def test_one_progress_line_a_step(tmp_path, capsys):
     with writer(tmp_path, "metrics.wandb=disabled") as metrics:
         metrics.write(RECORD)

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
@@ -25,11 +25,11 @@ class Mesh(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    processes: int
-    data: int
-    ring: int
-    ulysses: int
-    zero: int
+    processes: PositiveInt
+    data: PositiveInt
+    ring: PositiveInt
+    ulysses: PositiveInt
+    zero: NonNegativeInt
 
     def __str__(self) -> str:
         mesh = f"data {self.data}, ring {self.ring}, ulysses {self.ulysses}"
@@ -46,9 +46,9 @@ class Manifest(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     format: Literal[2] = 2
-    step: int
-    tokens_seen: int
-    nonfinite: int
+    step: NonNegativeInt
+    tokens_seen: NonNegativeInt
+    nonfinite: NonNegativeInt
     data: dict[str, Any]
     mesh: Mesh
     config: dict[str, Any]

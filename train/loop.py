@@ -14,6 +14,7 @@ import torch
 import ringflash
 
 from . import data, flops, model, out_of_memory, plan, probe, stopping
+from .claim import Claim, of_run
 from .config import Batch, Config
 from .data import Sequence, Window, Windows
 from .engine import Engine, cutter, learning_rate
@@ -37,6 +38,7 @@ class Run:
     saver, progress: the checkpoints, and where the run goes on from
     evaluator: None unless [evaluation] asks for it during training
     request, guard, watch: a signal to stop, steps that are not finite, hangs and ranks that are gone
+    claim: rank 0's on the folders of the run
     shape: for counting FLOPs; peak_tflops: of one device, or None and the reason
     """
 
@@ -51,6 +53,7 @@ class Run:
     request: stopping.Request
     guard: Guard
     watch: Watch
+    claim: Claim | None
     shape: flops.ModelShape
     peak_tflops: float | None
     peak_missing: str | None
@@ -61,6 +64,7 @@ def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_p
 
     fail: see `Watch`
     """
+    claim = of_run(config, world)
     batch = config.batch(world.size)
     tokenizer = data.tokenizer_of(config.data, config.model.config["vocab_size"])
     length = config.sequence.length
@@ -87,7 +91,7 @@ def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_p
     request = stopping.Request(heeded=config.checkpoint.every is not None)
     return Run(
         config, world, batch, engine, windows, saver, progress, evaluator, request, guard,
-        Watch(config, world, fail), shape, peak, missing,
+        Watch(config, world, fail), claim, shape, peak, missing,
     )  # fmt: skip
 
 
@@ -150,6 +154,8 @@ def fit(run: Run) -> str | None:
             run.saver.wait()
         finally:
             run.saver.settle(SETTLE_S)
+            if run.claim is not None:
+                run.claim.release()
     return None
 
 

@@ -81,7 +81,10 @@ def config_of(model: Model, length: int) -> Any:
     if model.pretrained is None:
         default = AutoConfig.for_model(model.architecture)
         _check_keys(model, {*default.to_dict(), *default.attribute_map, *UNDECLARED.get(model.architecture, ())})
-    config = AutoConfig.for_model(model.architecture, **copy.deepcopy(model.config))
+    try:
+        config = AutoConfig.for_model(model.architecture, **copy.deepcopy(model.config))
+    except Exception as error:  # of several libraries; a class of transformers checks the types of its fields
+        raise ValueError(f"model.config: transformers refuses it: {' '.join(str(error).split())}") from error
     for key, reason in MODEL_REFUSED.items():
         if value := getattr(config, key, None):
             raise ValueError(f"model.config.{key} = {value}: {reason}; leave it out")

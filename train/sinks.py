@@ -75,13 +75,13 @@ class JsonlSink:
 
 
 def _steps(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, steps and evaluations; a last line that was cut off is none."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    """The rows of a file, steps and evaluations. What a crash cut off, or filled with bytes, is none."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
-            return
-        if row["kind"] != "header":
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and row.get("kind") in ("step", "evaluation") and type(row.get("step")) is int:
             yield row
 
 

@@ -262,7 +262,8 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _broken(error: Exception) -> str:
-    said = (str(error).splitlines() or [type(error).__name__])[0]
+    # the first sentence: what torch says behind it advises to load programs
+    said = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
     return f"is broken, or holds more than tensors and plain values, which could run code ({said})"
 
 

@@ -25,6 +25,8 @@ def check_paths(config: Config, *, trains: bool = True) -> None:
     Apart from `load`, because a login node need not have them. Raises: ConfigError.
     """
     _check_writable(config.run_dir, f"metrics.dir = {config.metrics.dir!r}")
+    if (config.run_dir / "metrics.jsonl").is_dir():
+        raise ConfigError(f"{config.run_dir / 'metrics.jsonl'} is a folder: a file, or none, is accepted there")
     if config.checkpoint.every is not None and trains:
         _check_writable(config.checkpoint_dir, f"checkpoint.dir = {str(config.checkpoint_dir)!r}")
     model = resolve(config).model

@@ -61,6 +61,13 @@ VARIABLE_KEYS = {
 }
 """Environment variables that a key of [launch] sets, so that they are said in one place."""
 
+GIVEN_VARIABLES = {
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID",
+}  # fmt: skip
+"""Environment variables that torchrun sets for each process, whatever they were."""
+
 SLURM_KEYS = {
     "--nodes": "launch.nodes",
     "--ntasks": "launch.nodes",
@@ -88,6 +95,8 @@ def _check_launch(config: "Config") -> None:
     for name in launch.environment:
         if name in VARIABLE_KEYS:
             raise ConfigError(f"launch.environment.{name} is launch.{VARIABLE_KEYS[name]}: say it there")
+        if name in GIVEN_VARIABLES:
+            raise ConfigError(f"launch.environment.{name} is set by torchrun for each process: leave it out")
 
 
 def _check_slurm(config: "Config") -> None:

@@ -12,6 +12,7 @@ Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Section(BaseModel):
@@ -140,7 +141,7 @@ class Parallel(Section):
 class Optimizer(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     """Update rule."""
-    lr: Positive
+    lr: Annotated[float, Field(gt=0, le=1e30)]
     """Learning rate at its highest, after the warmup."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """AdamW only: decay of the two running moments."""
@@ -173,7 +174,7 @@ class Train(Section):
     """Forward passes a step of one data replica."""
     trainable: Literal["all", "lora"] = "all"
     """What is trained: all weights, or the low-rank adapters of [lora] beside frozen weights of model.pretrained."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Seed of the weights and of the order of the documents."""
     deterministic: bool = False
     """Whether repeated runs give bitwise the same gradients."""
@@ -238,7 +239,7 @@ class Needle(Section):
     """Where it lies: 0 = at the beginning of the text, 1 = right before the question."""
     samples: Count = 4
     """Texts a length and depth, each with a key of its own."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Seed of the keys."""
 
 

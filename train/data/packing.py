@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..config import Data
+from . import position
 from .stream import Corpus, Piece, Place, Stream
 from .tokens import IGNORED, Tokenizer
 
@@ -132,6 +133,7 @@ class Packer:
         state: of a Packer or of Windows over the same files, in a mesh of any size
         Raises: ValueError for a state of other data.
         """
+        position.check(state)
         self._stream = self._stream.at(state["stream"])
         self._consumed = state["consumed"]
         pieces = iter(self._stream.pieces_at(saved for together in state["open"] for saved in together))

@@ -129,6 +129,8 @@ class Corpus:
         wanted = [(Place(*place), checksum) for *place, checksum in saved]
         found: dict[tuple[int, int, int], tuple[Row, Encoded]] = {}
         for (source, chunk), group in groupby(sorted({place[:3] for place, _ in wanted}), key=itemgetter(0, 1)):
+            if source >= len(self.documents) or chunk >= len(self.documents[source].sizes):
+                raise ValueError(f"source {source} of [data] has no chunk {chunk}: {CHANGED}")
             read, keys = self.documents[source].read(chunk), list(group)
             if keys[-1][2] >= len(read):
                 raise ValueError(f"source {source} of [data] has {len(read)} rows in chunk {chunk}: {CHANGED}")
@@ -202,6 +204,10 @@ class Cursor:
 
     def _load(self) -> list[tuple[int, int, Row]]:
         """The pool that begins at the chunk `_first` of the order. Raises: ValueError if it is not the one saved."""
+        if self._first >= len(self._order):
+            raise ValueError(
+                f"source {self._index} of [data] has {len(self._order)} chunks, not {self._first}: {CHANGED}"
+            )
         self._last, size = self._first, 0
         pool: list[tuple[int, int, Row]] = []
         while self._last == self._first or self._mixes(size):
@@ -209,7 +215,7 @@ class Cursor:
             pool += [(chunk, index, row) for index, row in enumerate(self._documents.read(chunk))]
             size += self._documents.sizes[chunk]
             self._last += 1
-        if self._saved not in (None, len(pool)):
+        if self._saved not in (None, len(pool)) or self._next > len(pool):
             raise ValueError(
                 f"source {self._index} of [data] has {len(pool)} rows from chunk {self._first} of the order on, "
                 f"{self._saved} were there: {CHANGED}"
@@ -289,9 +295,9 @@ class Stream:
 
     def _check(self, saved: dict[str, Any]) -> None:
         for name, value in self._made_by().items():
-            if saved[name] != value:
+            if saved.get(name) != value:
                 raise ValueError(
-                    f"the position in the data was saved with {name} = {saved[name]}, this run has {value}: "
+                    f"the position in the data was saved with {name} = {saved.get(name)}, this run has {value}: "
                     "the order would be another one; take the same data, or begin a new run"
                 )
 
