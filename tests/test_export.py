@@ -153,3 +153,28 @@ def test_the_command_says_what_it_did_or_why_not(runs, tmp_path, capsys):
     assert export.main([str(torn), str(tmp_path / "other")]) == 2
     assert "is no whole checkpoint: it has no manifest.json" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("fault", ["zeros", "no weights", "no config"])
+def test_what_cannot_be_exported_is_said_in_a_sentence_and_leaves_nothing(runs, tmp_path, capsys, fault):
+    broken = shutil.copytree(runs["llama"][2], tmp_path / "step-00000001")
+    manifest = json.loads((broken / "manifest.json").read_text())
+    if fault == "zeros":
+        for file in broken.glob("*.distcp"):
+            file.write_bytes(bytes(file.stat().st_size))
+    elif fault == "no weights":
+        manifest["config"]["model"]["config"]["num_hidden_layers"] += 1
+    else:
+        del manifest["config"]["model"]
+    (broken / "manifest.json").write_text(json.dumps(manifest))
+    assert export.main([str(broken), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    wanted = {"zeros": "a file in it is broken", "no weights": "decoder.model.layers.", "no config": "no 'model' in"}
+    assert said.startswith("ringflash: ") and wanted[fault] in said and "weights_only" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+
+
+def test_nothing_is_exported_into_a_checkpoint(runs, capsys):
+    path = runs["llama"][2]
+    assert export.main([str(path), str(path / "out")]) == 2
+    assert "lies in the checkpoint, and would be removed with it" in capsys.readouterr().err

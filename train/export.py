@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from . import checkpoint, lora, model, weights
 from .config import Data, Lora, Model
 from .partitions import WEIGHT, Piece
-from .storage import Reader
+from .storage import Reader, StorageError
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of a file."""
@@ -53,34 +54,61 @@ def export(path: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> str:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"OUT = {str(out)!r} is there and not empty: a new folder is accepted")
     found = checkpoint.read(path)
-    tables = found.manifest.config
-    settings, data = Model.model_validate(tables["model"]), Data.model_validate(tables["data"])
-    adapters = Lora.model_validate(tables["lora"]) if tables["train"]["trainable"] == "lora" else None
-    config = model.config_of(settings, tables["sequence"]["length"])
+    if path.resolve() in out.resolve().parents:
+        raise ValueError(
+            f"OUT = {str(out)!r} lies in the checkpoint, and would be removed with it: another is accepted"
+        )
+    settings, data, adapters, length = run_of(found)
+    config = model.config_of(settings, length)
     dtype = model.DTYPES[settings.dtype]
     decoder = model.on_meta(config, dtype=dtype, attention="sdpa")
     if adapters is not None:
         lora.add(decoder, adapters)
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     trained = {name: p.shape for name, p in decoder.named_parameters() if p.requires_grad}
-    if adapters is not None:
-        lora.peft_config(adapters, settings.pretrained).save_pretrained(partial)
-        config.save_pretrained(partial)  # the rotary frequencies may be others than the folder's
-        named = ((lora.stored(name), tensor.to(dtype)) for name, tensor in read(path, trained, shard_bytes))
-        save_shards(named, partial, stem="adapter_model", shard_bytes=None)
-    else:
-        write_config(config, decoder, settings, partial)
-        parts = ((part, t[index]) for name, t in read(path, trained, shard_bytes) for part, index in cut(name, t))
-        save_shards(((part, t.to(dtype)) for part, t in parts), partial, stem="model", shard_bytes=shard_bytes)
-    copy_tokenizer(data, settings, partial)
-    if out.exists():
-        out.rmdir()
-    partial.rename(out)
+    with made_whole(out) as partial:
+        if adapters is not None:
+            lora.peft_config(adapters, settings.pretrained).save_pretrained(partial)
+            config.save_pretrained(partial)  # the rotary frequencies may be others than the folder's
+            named = ((lora.stored(name), tensor.to(dtype)) for name, tensor in read(path, trained, shard_bytes))
+            save_shards(named, partial, stem="adapter_model", shard_bytes=None)
+        else:
+            write_config(config, decoder, settings, partial)
+            parts = ((part, t[index]) for name, t in read(path, trained, shard_bytes) for part, index in cut(name, t))
+            save_shards(((part, t.to(dtype)) for part, t in parts), partial, stem="model", shard_bytes=shard_bytes)
+        copy_tokenizer(data, settings, partial)
     if adapters is None:
         return ""
     return f"; load its base, {settings.pretrained}, with config=AutoConfig.from_pretrained({str(out)!r})"
+
+
+def run_of(found: checkpoint.Found) -> tuple[Model, Data, Lora | None, int]:
+    """[model], [data], [lora] where adapters were trained, and sequence.length, of the run that saved a checkpoint.
+
+    Raises: ValueError for a manifest without them.
+    """
+    tables = found.manifest.config
+    try:
+        adapters = Lora.model_validate(tables["lora"]) if tables["train"]["trainable"] == "lora" else None
+        sections = Model.model_validate(tables["model"]), Data.model_validate(tables["data"])
+        return *sections, adapters, int(tables["sequence"]["length"])
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{found.path} does not say what it holds: no {error} in the config of its manifest") from None
+
+
+@contextmanager
+def made_whole(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out` once all of it is written, and nothing if it is not."""
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)
 
 
 def cut(name: str, tensor: Tensor) -> list[weights.Part]:
@@ -98,7 +126,10 @@ def read(path: Path, shapes: dict[str, torch.Size], limit_bytes: int) -> Iterato
     for number, (name, shape) in enumerate(shapes.items(), 1):
         batch.append(Piece(f"{WEIGHT}.decoder.{name}", shape.numel(), 0, torch.empty(shape.numel()), True))
         if number == len(shapes) or sum(piece.part.nbytes for piece in batch) >= limit_bytes:
-            reader.fill(batch, [], None)
+            try:
+                reader.fill(batch, [], None)
+            except StorageError as error:
+                raise ValueError(error.reason) from None
             for piece in batch:
                 key = piece.key.removeprefix(f"{WEIGHT}.decoder.")
                 yield key, piece.part.view(shapes[key])
