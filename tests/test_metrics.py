@@ -1,8 +1,11 @@
 """train/metrics.py and its sinks: global numbers, one writer, and a wandb that may fail."""
 
+import io
 import json
 import logging
 import math
+import os
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +218,21 @@ def test_one_progress_line_a_step(tmp_path, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("step 1/24  loss 2.5000") and "48 tokens/s" in first and "MFU 50.0%" in first
     assert second.startswith("step 2/24")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "gone"), OSError(28, "no space")], ids=repr)
+def test_output_that_nobody_takes_ends_no_run(tmp_path, capsys, monkeypatch, error):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise error
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # which rich calls for a pipe
+    with writer(tmp_path, "metrics.wandb=disabled") as metrics:
+        metrics.write(RECORD)
+        metrics.write(replace(RECORD, step=2))
+    assert [row["kind"] for row in lines(tmp_path)] == ["header", "step", "step"]
+    assert capsys.readouterr().err.count("progress is not shown any more, the run goes on") == 1
 
 
 def test_R93_one_wandb_run_in_the_whole_job(tmp_path, wandb):

@@ -1,6 +1,7 @@
 """What torchrun runs: `python -m train CONFIG [--set section.key=value ...]`, one process of a run."""
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -88,6 +89,7 @@ def _leave_verdict(place: world.Place, code: int, error: str) -> None:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a reader that is gone changes no exit code
+            stream.flush()
     os._exit(code)  # threads of libraries may be in C++ when the interpreter would end

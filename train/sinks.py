@@ -1,11 +1,13 @@
 """Where the metrics of a run go: JSON lines, a wandb run, a progress line. Made by `MetricsWriter` on rank 0."""
 
+import contextlib
 import json
 import logging
 import os
 import secrets
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -166,7 +168,10 @@ def _tracked(result: Result, picture: Path | None) -> dict[str, Any]:
 
 
 class ProgressSink:
-    """One line that tells how the run goes: redrawn on a terminal, printed once a step elsewhere."""
+    """One line that tells how the run goes: redrawn on a terminal, printed once a step elsewhere.
+
+    A reader that is gone, or a disk that is full, ends the lines and not the run.
+    """
 
     def __init__(self, name: str, steps: int) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -176,19 +181,31 @@ class ProgressSink:
         )
         self._task = self._progress.add_task(name, total=steps, line="")
         self._steps = steps
-        self._progress.start()
+        self._shown = True
+        self._show(self._progress.start)
+
+    def _show(self, action: Callable[..., Any], *args: Any, **keys: Any) -> None:
+        if not self._shown:
+            return
+        try:
+            action(*args, **keys)
+        except (OSError, SystemExit) as error:  # rich ends a program whose reader is gone
+            self._shown = False
+            why = "its reader is gone" if isinstance(error, SystemExit) else error
+            with contextlib.suppress(OSError):
+                print(f"ringflash: progress is not shown any more, the run goes on: {why}", file=sys.stderr)
 
     def write(self, row: Row) -> None:
         line = progress_line(row)
-        self._progress.update(self._task, completed=row["step"], line=line)
+        self._show(self._progress.update, self._task, completed=row["step"], line=line)
         if not self._console.is_terminal:
-            self._console.print(f"step {row['step']}/{self._steps}  {line}", markup=False)
+            self._show(self._console.print, f"step {row['step']}/{self._steps}  {line}", markup=False)
 
     def write_evaluation(self, result: Result, picture: Path | None) -> None:
-        self._console.print(evaluation_line(result), markup=False)
+        self._show(self._console.print, evaluation_line(result), markup=False)
 
     def close(self, *, failed: bool) -> None:
-        self._progress.stop()
+        self._show(self._progress.stop)
 
 
 def progress_line(row: Row) -> str:
