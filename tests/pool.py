@@ -104,9 +104,9 @@ def _work(rank: int, size: int, backend: str, port: int, pipe: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ |= {"TORCH_FR_BUFFER_SIZE": "2000", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # as train.world does
     if backend == "nccl":
         torch.cuda.set_device(rank)
-        os.environ |= {"TORCH_FR_BUFFER_SIZE": "2000", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # as train.world does
     dist.init_process_group(backend, rank=rank, world_size=size)
     while True:
         try:

@@ -116,6 +116,20 @@ def test_R99_a_hang_names_rank_hop_and_peer(two, texts, tmp_path):
     assert "in sleepy" in stacks[1] and ("in _arrive" if two.backend == "gloo" else "in _run") in stacks[0]
 
 
+def test_R99_a_hang_names_the_collective_and_leaves_the_flight_recorders_entries(two, texts, tmp_path):
+    """Data alone, so no rank waits for a message of a ring."""
+    config = config_of(texts, tmp_path, steps=6, mesh=(2, 1, 1), global_batch=2)
+    for said in two(failing.hang, config, "collective"):
+        assert len(said) == 1
+        assert re.match(
+            rf"step 5 does not end, 3 s after its begin: rank 1 on {HOST} waits for no other, in backward of step 5; "
+            r"rank 0 waits in (backward|update) of step 5 \(collective (nccl:)?\w+",
+            said[0],
+        ), said
+    recorded = json.loads((tmp_path / "tiny" / "hang" / "rank-00000.json").read_text())
+    assert {entry["profiling_name"].split(":")[0] for entry in recorded} == {two.backend}, recorded
+
+
 def test_a_hang_is_derived_from_the_steps_before(texts, tmp_path):
     watching = watch.Watch(config_of(texts, tmp_path, timeout_s=1000), world=None)
     watching.begin(1, "forward")

@@ -138,21 +138,6 @@ def test_an_evaluation_does_not_depend_on_the_mesh(gpus, texts, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_R99_a_hang_names_the_collective_and_leaves_the_flight_recorders_entries(gpus, texts, tmp_path):
-    """Data alone, so no rank waits for a message of a ring."""
-    config = config_of(texts, tmp_path, steps=6, mesh=(gpus.size, 1, 1), global_batch=gpus.size)
-    outcomes = gpus(failing.hang, config, "collective")
-    for said in outcomes:
-        assert len(said) == 1
-        assert re.match(
-            rf"step 5 does not end, 3 s after its begin: rank 1 on {HOST} waits for no other, in backward of step 5; "
-            r"rank 0 waits in (backward|update) of step 5 \(collective nccl:\w+",
-            said[0],
-        ), said
-    recorded = json.loads((tmp_path / "tiny" / "hang" / "rank-00000.json").read_text())
-    assert any(entry["profiling_name"].startswith("nccl:") for entry in recorded), recorded
-
-
 def test_R99_a_rank_that_is_gone_is_named_by_all_in_time(gpus, texts, tmp_path):
     last = gpus.size - 1
     *rest, killed = gpus.outcomes(

@@ -157,7 +157,7 @@ class Watch:
         return step, part, waits
 
     def _dump(self) -> None:
-        """The stacks of all threads, and on a GPU what NCCL's flight recorder holds."""
+        """The stacks of all threads, and the collectives that PyTorch's flight recorder has under way."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(self._folder / f"rank-{self._world.rank:05}.txt", "w", encoding="utf-8") as file:
@@ -207,9 +207,10 @@ def waits_for() -> str | None:
                 collective = frame.f_code.co_name  # the outermost: what was called
             frame = frame.f_back
         collectives += [collective] if collective else []
-    active = [entry["profiling_name"] for entry in flight_record() or () if entry.get("state") != "completed"]
-    # the host may be far ahead of its GPU, which does one after the other
-    return next((f"collective {name}" for name in active[:1] + collectives), None)
+    recorded = [entry["profiling_name"] for entry in flight_record()[:1]]
+    # the host may be far ahead of its GPU, which does one after the other; over gloo it waits in what holds it up
+    names = recorded + collectives if torch.cuda.is_available() else collectives + recorded
+    return next((f"collective {name}" for name in names), None)
 
 
 def _message(frame: FrameType) -> str | None:
@@ -224,10 +225,14 @@ def _message(frame: FrameType) -> str | None:
     return None
 
 
-def flight_record() -> list[dict[str, Any]] | None:
-    """What NCCL's flight recorder holds of collectives under way; None where there is no NCCL."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    if dump is None or not torch.cuda.is_available():
-        return None
+def flight_record() -> list[dict[str, Any]]:
+    """The collectives that PyTorch's flight recorder has under way, the oldest first: NCCL's, without a GPU gloo's.
+
+    Empty where nothing is recorded: see `world.RECORDER_VARIABLE`.
+    """
+    name = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    if dump is None:
+        return []
     entries: list[dict[str, Any]] = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
-    return entries
+    return [entry for entry in entries if entry.get("state") != "completed" and not entry.get("retired")]

@@ -245,8 +245,7 @@ def _seed(config: Config, device: torch.device) -> None:
 def _init(config: Config, place: Place, device: torch.device) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
     timeout = timedelta(seconds=config.train.timeout_s)
-    if backend == "nccl":
-        os.environ.setdefault(RECORDER_VARIABLE, RECORDER_ENTRIES)
+    os.environ.setdefault(RECORDER_VARIABLE, RECORDER_ENTRIES)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
