@@ -229,6 +229,17 @@ def staged(config: Config) -> dict[str, Any]:
     return {"taken": taken, "begun": begun, "saved": saved, "pieces": [piece.part.nbytes for piece in mine]}
 
 
+def said_of_a_save(run: loop.Run) -> str:
+    """Why it failed; the run is closed."""
+    try:
+        run.saver.save(Progress(1, 0))
+    except saver.CheckpointError as error:
+        return str(error)
+    finally:
+        run.engine.close()
+    return "it was saved"
+
+
 def unlockable(config: Config) -> str:
     """Body: what is said where rank 1 gets no host memory for a save."""
     run = loop.prepare(config, training.join(config))
@@ -236,17 +247,9 @@ def unlockable(config: Config) -> str:
     def refusing(memory: Any, num_bytes: int, device: torch.device) -> Any:
         raise RuntimeError("the machine locks no more")
 
-    try:
-        with (
-            patch.object(host_memory.HostMemory, "_new", refusing) if run.world.rank == 1 else contextlib.nullcontext()
-        ):
-            run.saver.reserve()
-            run.saver.save(Progress(1, 0))
-    except saver.CheckpointError as error:
-        return str(error)
-    finally:
-        run.engine.close()
-    return "it was saved"
+    with patch.object(host_memory.HostMemory, "_new", refusing) if run.world.rank == 1 else contextlib.nullcontext():
+        run.saver.reserve()
+        return said_of_a_save(run)
 
 
 def unwritable(config: Config) -> str:
@@ -255,13 +258,7 @@ def unwritable(config: Config) -> str:
     if run.world.rank == 0:
         shutil.rmtree(config.checkpoint_dir, ignore_errors=True)
         config.checkpoint_dir.write_text("")
-    try:
-        run.saver.save(Progress(1, 0))
-    except saver.CheckpointError as error:
-        return str(error)
-    finally:
-        run.engine.close()
-    return "it was saved"
+    return said_of_a_save(run)
 
 
 def alone(config: Config) -> str | None:
