@@ -40,7 +40,8 @@ OUTPUT = ROOT / "docs/results/ring.jsonl"
 LENGTHS = (32768, 131072, 524288)
 HEADS = ((16, 16), (32, 8))
 HEAD_DIM = 128
-CALLS, LONG_CALLS, LONG = 6, 2, 200_000
+CALLS = {0: (1, 6), 200_000: (1, 1), 1_000_000: (0, 1)}
+"""Tokens -> calls before, and calls that are measured, from there on; after a shorter case everything is compiled."""
 PROFILED = "ring", "both"  # contender and way
 WAYS = {"forward": 1.0, "both": 3.5}  # five products of the backward where the forward has two
 
@@ -138,9 +139,9 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def ms(self, run: Callable[[], None], calls: int) -> float:
+    def ms(self, run: Callable[[], None], warm: int, calls: int) -> float:
         times = []
-        for _ in range(calls + 1):  # the first compiles
+        for _ in range(warm + calls):
             self._settle()
             dist.barrier()
             self._settle()
@@ -148,7 +149,7 @@ class Clock:
             run()
             self._settle()
             times.append(1e3 * (perf_counter() - began))
-        slowest = torch.tensor(median(times[1:]), device=self._device)
+        slowest = torch.tensor(median(times[warm:]), device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)
 
@@ -164,15 +165,15 @@ def messages(ready: Ready, device: torch.device) -> dict[str, float]:
     return {name: round(1e3 * seconds, 3) for name, seconds in parts.items()}
 
 
-def rows_of(case: Case, device: torch.device, profiled: bool = False) -> Iterator[dict]:
-    """Every contender, both ways. profiled: see --profile"""
-    clock, calls = Clock(device), CALLS if case.length < LONG else LONG_CALLS
-    for name, make in CONTENDERS.items():
+def rows_of(case: Case, device: torch.device, names: Sequence[str], profiled: bool = False) -> Iterator[dict]:
+    """Contenders by name, both ways. profiled: see --profile"""
+    clock, (warm, calls) = Clock(device), CALLS[max(start for start in CALLS if start <= case.length)]
+    for name, make in ((name, CONTENDERS[name]) for name in names):
         row = case._asdict() | {"ranks": dist.get_world_size(), "contender": name}
         try:
             with make(case, device) as ready:
                 for way in WAYS:
-                    ms = clock.ms(lambda way=way: ready.run(way), calls)
+                    ms = clock.ms(lambda way=way: ready.run(way), warm, calls)
                     rate = case.flops(way) / ms / 1e9
                     seen = {"messages_ms": messages(ready, device)} if profiled and (name, way) == PROFILED else {}
                     yield row | {"way": way, "ms": round(ms, 3), "tflops": round(rate, 1), "calls": calls} | seen
@@ -183,6 +184,7 @@ def rows_of(case: Case, device: torch.device, profiled: bool = False) -> Iterato
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="S, tokens of the sequence")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--commit", help="the commit that is measured, where the checkout has no history")
     parser.add_argument("--profile", action="store_true", help="how much of the exchange is hidden")
@@ -197,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> None:
     shown = {} if asked.tiny else provenance("ring.py", sys.argv[1:], asked.commit)
     for length in (256,) if asked.tiny else asked.lengths:
         for heads in HEADS:
-            for row in rows_of(Case(length, *heads), device, asked.profile):
+            for row in rows_of(Case(length, *heads), device, asked.contenders, asked.profile):
                 if dist.get_rank() == 0:
                     print(json.dumps(row), flush=True)
                     with asked.output.open("a", encoding="utf-8") as file:
