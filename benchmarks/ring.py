@@ -4,12 +4,13 @@
     torchrun --nproc-per-node 2 benchmarks/ring.py --lengths 32768
     torchrun --nproc-per-node 2 benchmarks/ring.py --tiny --output /tmp/tiny.jsonl    # gloo on CPUs: does it run?
 
-Causal attention, bf16, D=128, forward and forward + backward, through `ringflash.attention` as a user calls it, the
-host's time included. "alone" is the whole sequence on each GPU with its share of the heads: the same FLOPs without a
-ring. "context_parallel" is PyTorch's, with cuDNN; "zigzag cudnn" and "zigzag flash" are ring-flash-attention's, see
-`zigzag.py`. TFLOP/s are of visible pairs a GPU; a time is the slowest rank's, the median of calls that all ranks begin
-together. With --profile the row of the ring, both ways, says how long rank 0's messages ran, and how long with no
-kernel beside them. A contender that fails is a row with its error.
+Causal attention, bf16, D=128, forward and forward + backward, through `ringflash.attention` as a user calls it. "alone"
+is the whole sequence on each GPU with its share of the heads: the same FLOPs without a ring. "context_parallel" is
+PyTorch's, with cuDNN; "zigzag cudnn" and "zigzag flash" are ring-flash-attention's, see `zigzag.py`. TFLOP/s are of
+visible pairs a GPU; a time is the slowest rank's, of one call among some that follow each other as layers do, the
+median of rounds that all ranks begin together; host_ms is how long the host takes to order one. With --profile the row
+of the ring, both ways, says how long rank 0's messages ran, and how long with no kernel beside them. A contender that
+fails is a row with its error.
 
 Letters: P ranks, S tokens of the sequence.
 """
@@ -40,8 +41,19 @@ OUTPUT = ROOT / "docs/results/ring.jsonl"
 LENGTHS = (32768, 131072, 524288)
 HEADS = ((16, 16), (32, 8))
 HEAD_DIM = 128
-CALLS = {0: (1, 6), 200_000: (1, 1), 1_000_000: (0, 1)}
-"""Tokens -> calls before, and calls that are measured, from there on; after a shorter case everything is compiled."""
+
+
+class Rounds(NamedTuple):
+    """warm: calls before; count: rounds that are measured; calls: of each round."""
+
+    warm: int
+    count: int
+    calls: int
+
+
+ROUNDS = {0: Rounds(1, 3, 6), 200_000: Rounds(1, 1, 2), 1_000_000: Rounds(1, 1, 1)}
+"""How cases are measured that have so many tokens or more."""
+
 PROFILED = "ring", "both"  # contender and way
 WAYS = {"forward": 1.0, "both": 3.5}  # five products of the backward where the forward has two
 
@@ -139,19 +151,25 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def ms(self, run: Callable[[], None], warm: int, calls: int) -> float:
+    def ms(self, run: Callable[[], None], rounds: Rounds) -> tuple[float, float]:
+        """Of the call, and of the host's part in it."""
+        for _ in range(rounds.warm):
+            run()
         times = []
-        for _ in range(warm + calls):
+        for _ in range(rounds.count):
             self._settle()
             dist.barrier()
             self._settle()
             began = perf_counter()
-            run()
+            for _ in range(rounds.calls):
+                run()
+            ordered = perf_counter()
             self._settle()
-            times.append(1e3 * (perf_counter() - began))
-        slowest = torch.tensor(median(times[warm:]), device=self._device)
+            times.append([1e3 * (end - began) / rounds.calls for end in (perf_counter(), ordered)])
+        slowest = torch.tensor([median(each) for each in zip(*times, strict=True)], device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return float(slowest)
+        took, host = slowest.tolist()
+        return took, host
 
 
 def messages(ready: Ready, device: torch.device) -> dict[str, float]:
@@ -167,16 +185,17 @@ def messages(ready: Ready, device: torch.device) -> dict[str, float]:
 
 def rows_of(case: Case, device: torch.device, names: Sequence[str], profiled: bool = False) -> Iterator[dict]:
     """Contenders by name, both ways. profiled: see --profile"""
-    clock, (warm, calls) = Clock(device), CALLS[max(start for start in CALLS if start <= case.length)]
+    clock, rounds = Clock(device), ROUNDS[max(start for start in ROUNDS if start <= case.length)]
     for name, make in ((name, CONTENDERS[name]) for name in names):
         row = case._asdict() | {"ranks": dist.get_world_size(), "contender": name}
         try:
             with make(case, device) as ready:
                 for way in WAYS:
-                    ms = clock.ms(lambda way=way: ready.run(way), warm, calls)
+                    ms, host_ms = clock.ms(lambda way=way: ready.run(way), rounds)
                     rate = case.flops(way) / ms / 1e9
                     seen = {"messages_ms": messages(ready, device)} if profiled and (name, way) == PROFILED else {}
-                    yield row | {"way": way, "ms": round(ms, 3), "tflops": round(rate, 1), "calls": calls} | seen
+                    times = {"ms": round(ms, 3), "host_ms": round(host_ms, 3), "tflops": round(rate, 1)}
+                    yield row | {"way": way, **times, "calls": rounds.calls, "rounds": rounds.count} | seen
         except (RuntimeError, ValueError, TypeError) as error:  # of one contender, on every rank alike
             yield row | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 
