@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -119,16 +120,33 @@ def connect(group: dist.ProcessGroup, device: torch.device, timeout_s: float) ->
     """
     if device.type != "cuda" or group in _connected:
         return
+    if dist.get_rank(group) == 0 and not has_priority(group, device):
+        warnings.warn(PRIORITY_ADVICE, stacklevel=2)
     one = torch.zeros(1, device=device)
     work = dist.all_reduce(one, group=group, async_op=True)
     begun([work], ["first meeting of all ranks"], dist.get_rank(group), timeout_s, one).wait()
     _connected.add(group)
 
 
+PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
+PRIORITY_ADVICE = (
+    f"ringflash: messages wait until a kernel that began before them leaves the GPU; set {PRIORITY}=1 before the group "
+    "is made, or make it with ProcessGroupNCCL.Options(is_high_priority_stream=True), and they travel beside it"
+)
+
+
+def has_priority(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Do the messages of this group of NCCL get a free place on the GPU before kernels that wait for one?"""
+    if os.environ.get(PRIORITY, "").lower() in ("1", "t", "true", "y", "yes"):
+        return True
+    options = getattr(group._get_backend(device), "options", None)
+    return bool(getattr(options, "is_high_priority_stream", False))
+
+
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of this process on which messages are packed and posted."""
-    return torch.cuda.Stream(device)
+    """The stream of this process on which messages are packed and posted: before what waits for a place on the GPU."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 Segments = np.ndarray  # int64 [n, 2]: (global start, count), ascending, not overlapping
+ALIGNMENT = 256  # a multiple of every tile: a segment that is cut at a multiple of it keeps its tiles whole
 LONG_TILES = 4  # a document of fewer tiles is not worth a short tile at each of its ends
 
 
@@ -99,6 +100,14 @@ def _rows_at(segments: Segments, where: np.ndarray) -> np.ndarray:
     return ((np.cumsum(counts) - counts - starts)[owner] + where)[held]
 
 
+def part_of(segments: Segments, rows: slice) -> Segments:
+    """The segments of these local rows."""
+    starts, counts = segments[:, 0], segments[:, 1]
+    before = np.cumsum(counts) - counts
+    first, last = (np.clip(edge - before, 0, counts) for edge in (rows.start, rows.stop))
+    return np.stack((starts + first, last - first), 1)[last > first]
+
+
 class Tiles(NamedTuple):
     """Tile tables of one view, int32: numpy arrays on the host, or tensors on a device.
 
@@ -147,6 +156,14 @@ class View:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def of_rows(self, rows: slice) -> View:
+        """What these local queries see of all the keys."""
+        return View(self.lo[rows], self.hi[rows], part_of(self.q_segments, rows), self.k_segments)
+
+    def of_keys(self, keys: slice) -> View:
+        """What all queries see of these of the visiting keys."""
+        return View(self.lo, self.hi, self.q_segments, part_of(self.k_segments, keys))
 
     def key_positions(self, device: torch.device) -> torch.Tensor:
         """int32 [number of visiting keys]: the global position of each."""

@@ -92,7 +92,7 @@ def backward(
     for i, (visit, blocks) in enumerate(Blocks(side.travelling, route, transport)):
         fresh = None
         if visit.view and visit.own:
-            side.compute(blocks, visit.view, side.own)
+            side.compute_own(visit.rows, visit.view)
         elif visit.view:
             fresh, grads = sums.fresh(visit)
             side.compute(blocks, visit.view, grads)
@@ -119,6 +119,11 @@ class Keys:
         self.own = [_empty(x) if is_written else _zeros(x) for x in (k, v)]
         self._dq = _zeros(self._q)
 
+    def compute_own(self, rows: slice, view: View) -> None:
+        """`compute` for these rows of the own block."""
+        blocks, grads = ([x[:, rows] for x in tensors] for tensors in (self.travelling, self.own))
+        self.compute(blocks, view, grads)
+
     def compute(self, blocks: Tensors, view: View, grads: Tensors) -> None:
         """Write the gradients of the visiting keys and values, and add to dq."""
         self._run(self._dout, self._q, *blocks, self._lse, self._delta, view, self._dq, *grads)
@@ -137,6 +142,12 @@ class Queries:
         self.travelling = (q, dout, lse, delta)
         self.own = [_empty(q) if is_written else _zeros(q)]
         self._total: list[torch.Tensor] = []  # dk, dv
+
+    def compute_own(self, rows: slice, view: View) -> None:
+        """`compute` for these rows of the own block."""
+        q, dout, lse, delta = self.travelling
+        blocks = (q[:, rows], dout[:, rows], lse[:, :, rows], delta[:, :, rows])
+        self.compute(blocks, view, [x[:, rows] for x in self.own])
 
     def compute(self, blocks: Tensors, view: View, grads: Tensors) -> None:
         """Write the gradient of the visiting queries, and add to dk and dv."""

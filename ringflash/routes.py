@@ -10,7 +10,7 @@ Letters: P ring size, S global sequence, E elements; hops as in `arrangements`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,10 +18,14 @@ import numpy as np
 import torch
 
 from .arrangements import ARRANGEMENTS, HOME, Geometry
-from .mask import Segments, View, plan_one_device, positions
+from .mask import ALIGNMENT, Segments, View, plan_one_device, positions
 from .needs import NOBODY, Needs, Rows, needs_of
 
 UNIT_BYTES = 16  # what TMA wants of starts and strides: parts of a row of bytes begin at multiples of it
+ALL = slice(None)
+REST_ROWS = 8192
+"""Of an own block with fewer rows no part is left for the end: two kernels over so little take longer than one."""
+
 TRAVELLERS = {"keys": "keys and values", "queries": "queries"}
 
 
@@ -47,6 +51,7 @@ class Visit:
     """What one rank does between two waits.
 
     view: what it computes, None without work; own: with its own block, which has not travelled
+    rows: of the own block, those that it computes with: its gradients are computed in one visit or in two
     count: rows of the visiting block
     trips: of blocks, posted before the kernel
     total: rows of the sum of gradients which leaves with these returns; empty if none does
@@ -56,6 +61,7 @@ class Visit:
 
     view: View | None
     own: bool
+    rows: slice
     count: int
     trips: tuple[Trip, ...]
     total: int
@@ -298,7 +304,7 @@ class Plan:
         ways = [(what, down) for what in kinds for down in (False, True)]
         cost = lambda way: sizes.bytes_of(way[0], *self.travel(way[0], down=way[1]).rows())  # noqa: E731
         what, down = min(ways, key=cost)  # the first of equals
-        return self.route(what, down=down)
+        return self._memo(("back", what, down), lambda: with_rest(self.route(what, down=down)))
 
     def route(self, what: str, *, down: bool) -> Route:
         """One rank's walk."""
@@ -312,7 +318,8 @@ class Plan:
         if walk.offset:
             works = bool(travel.needs.seen[self.rank, own].any())
             view = self._view(what, travel.needs, own) if works else None
-            visits.append(Visit(view, True, int(travel.needs.length[own].sum()), (), 0, nothing, nothing, ()))
+            count = int(travel.needs.length[own].sum())
+            visits.append(Visit(view, True, ALL, count, (), 0, nothing, nothing, ()))
         for number in walk.groups:
             block, total = walk.here(travel.kept, number), walk.here(travel.carried, number)
             touched = walk.here(travel.seen, number)
@@ -320,7 +327,7 @@ class Plan:
             rows = travel.needs.rows
             visits.append(
                 Visit(
-                    view, False, int(travel.needs.length[block].sum()), walk.trips(number),
+                    view, False, ALL, int(travel.needs.length[block].sum()), walk.trips(number),
                     int(travel.needs.length[total].sum()), rows(touched, block), rows(touched, total),
                     walk.returns(number),
                 )
@@ -341,13 +348,40 @@ class Plan:
         return self._memo((queries.tobytes(), keys.tobytes()), lambda: View(lo, hi, queries, keys))
 
 
+def with_rest(route: Route) -> Route:
+    """The same walk with a second visit to the own block at its end, while the last gradients are on their way home.
+
+    The first one keeps the first half of the rows, which under a causal mask is most of the work.
+    """
+    own = next((visit for visit in route.visits if visit.own and visit.view), None)
+    if own is None or own.count < REST_ROWS or not route.travels:
+        return route
+    assert own.view is not None
+    rows = halves(own.view.k_segments if route.what == "keys" else own.view.q_segments)
+    views = [(own.view.of_keys if route.what == "keys" else own.view.of_rows)(part) for part in rows]
+    if not all(view.pairs() for view in views):
+        return route
+    first, rest = (replace(own, view=view, rows=part) for view, part in zip(views, rows, strict=True))
+    assert route.visits[0] is own and not own.trips, "what leaves home leaves before the first visit"
+    return replace(route, visits=(first, *route.visits[1:], rest))
+
+
+def halves(segments: Segments) -> tuple[slice, slice]:
+    """The local rows in two parts, about equal; in a segment the border is one of tiles, if there is one."""
+    counts = segments[:, 1]
+    middle = int(counts.sum()) // 2
+    within = middle - max(int(begin) for begin in np.cumsum(counts) - counts if begin <= middle)
+    border = middle - within % ALIGNMENT
+    return slice(0, border), slice(border, int(counts.sum()))
+
+
 class OneDevice:
     """The plan of one device: all queries against all keys, whose lengths may differ. Nothing travels."""
 
     def __init__(self, num_keys: int, lo: np.ndarray, hi: np.ndarray) -> None:
         nothing = Rows(np.zeros((0, 2), np.int64), 0)
         plan = plan_one_device(num_keys, lo, hi)
-        visits = [Visit(view, True, num_keys, (), 0, nothing, nothing, ()) for view in plan.views]
+        visits = [Visit(view, True, ALL, num_keys, (), 0, nothing, nothing, ()) for view in plan.views]
         self.forward = Route("keys", plan.hops, tuple(visits), (), nothing)
 
     def backward(self, sizes: Sizes, rotate: str = "auto") -> Route:

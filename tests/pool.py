@@ -107,6 +107,7 @@ def _work(rank: int, size: int, backend: str, port: int, pipe: Any) -> None:
     os.environ |= {"TORCH_FR_BUFFER_SIZE": "2000", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # as train.world does
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     dist.init_process_group(backend, rank=rank, world_size=size)
     while True:
         try:

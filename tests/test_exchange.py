@@ -89,3 +89,16 @@ def test_played_messages_of_a_pair_arrive_in_the_order_of_their_posts_whatever_i
         return got.flatten().tolist()
 
     assert exchange.play(2, body) == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("variable", "options", "found"),
+    [("1", None, True), ("TRUE", None, True), ("0", None, False), (None, None, False), (None, True, True)],
+)
+def test_a_group_has_priority_by_the_variable_or_by_its_options(monkeypatch, variable, options, found):
+    monkeypatch.delenv(exchange.PRIORITY, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(exchange.PRIORITY, variable)
+    backend = SimpleNamespace(**({"options": SimpleNamespace(is_high_priority_stream=True)} if options else {}))
+    group = SimpleNamespace(_get_backend=lambda device: backend)
+    assert exchange.has_priority(group, torch.device("cuda")) is found

@@ -55,6 +55,43 @@ def test_a_ring_of_8_equals_the_reference(wanted, layout):
         check(played.attention(q, k, v, dout, dlse=dlse, layout=layout, size=8, **MASKS[name](SIZE)), reference)
 
 
+@pytest.fixture
+def with_rests(monkeypatch):
+    """Own blocks of 8 rows and more are computed with in two visits, as those of thousands are."""
+    monkeypatch.setattr(routes, "REST_ROWS", 8)
+    monkeypatch.setattr(routes, "ALIGNMENT", 4)
+
+
+@pytest.mark.parametrize("rotate", routes.TRAVELLERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MASKS)
+def test_an_own_block_in_two_parts_changes_no_gradient(with_rests, wanted, name, layout, rotate):
+    (q, k, v, dout, dlse), reference = wanted(name, 4, 2)
+    for size, arrangement in ((2, "ring"), (3, "ring"), (4, "gather"), (4, "double")):
+        given = {"arrangement": arrangement, "inner": 2 if arrangement == "double" else None, "rotate": rotate}
+        check(
+            played.attention(q, k, v, dout, dlse=dlse, layout=layout, size=size, **given, **MASKS[name](SIZE)),
+            reference,
+        )
+
+
+def test_an_own_block_is_cut_between_tiles():
+    assert routes.halves(np.array([[0, 8192]])) == (slice(0, 4096), slice(4096, 8192))
+    assert routes.halves(np.array([[0, 5000], [20000, 5000]])) == (slice(0, 5000), slice(5000, 10000))
+    first, rest = routes.halves(np.array([[0, 1000], [20000, 9000]]))
+    assert (first.start, rest.stop) == (0, 10000) and first.stop == rest.start == 1000 + 15 * 256
+
+
+def test_a_part_that_sees_nothing_is_not_left_for_the_end(with_rests):
+    """The last rank of a contiguous layout holds padding in its second half."""
+    lo, hi = intervals_of(SIZE, cu_seqlens=[0, 80])
+    segments = LAYOUTS["contiguous"].segments(SIZE, 3, 1, (hi - lo).clip(0))
+    for rank in range(3):
+        route = routes.Plan(segments, rank, lo, hi).backward(routes.Sizes(4, 8, 4, 4), "keys")
+        owns = [visit.rows for visit in route.visits if visit.own]
+        assert owns == ([slice(0, 16), slice(16, 32)] if rank < 2 else [routes.ALL])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (3, 1), (8, 2), (8, 1)])
@@ -199,6 +236,16 @@ def test_blocks_are_posted_before_the_kernel_and_gradients_travel_under_the_next
     if backward:
         for seen in record(4, "contiguous", backward, rotate="queries", causal=False):
             assert seen.events == events(order, "queries")
+
+
+@pytest.mark.parametrize(
+    ("backward", "order"),
+    [(False, "+1 K -1 +2 K -2 +3 K -3 K"), (True, "+1 K -1 +2 K >1 -2 +3 K <1 >2 -3 K <2 ^3 K _3")],
+)
+def test_the_last_gradients_come_home_under_the_rest_of_the_own_block(with_rests, backward, order):
+    for rotate, block in (("keys", "keys and values"), ("queries", "queries")):
+        for seen in record(4, "contiguous", backward, rotate=rotate, causal=False):
+            assert seen.events == events(order, block if backward else "keys and values")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import ringflash
+from ringflash import exchange
 
 from .config import Config
 from .flops import windows_of
@@ -246,6 +247,7 @@ def _init(config: Config, place: Place, device: torch.device) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
     timeout = timedelta(seconds=config.train.timeout_s)
     os.environ.setdefault(RECORDER_VARIABLE, RECORDER_ENTRIES)
+    os.environ.setdefault(exchange.PRIORITY, "1")
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:

@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..mask import Segments, View, positions
-
-ALIGNMENT = 256  # a multiple of every tile: cut like this, a segment keeps its tiles whole
+from ..mask import ALIGNMENT, View, positions
 
 
 class Trimmed(NamedTuple):
@@ -49,19 +47,7 @@ def _trim(view: View) -> Trimmed:
         if len(view.k_segments) > 1:
             begin -= begin % ALIGNMENT if begin < view.k_segments[0, 1] else begin - view.k_segments[0, 1]
         keys = slice(int(begin), max(int(begin), int(end)))
-    if (keys.start, keys.stop) == (0, len(position)):
-        of_keys = view
-    else:
-        of_keys = View(view.lo, view.hi, view.q_segments, _part(view.k_segments, keys))
+    of_keys = view if (keys.start, keys.stop) == (0, len(position)) else view.of_keys(keys)
     if (rows.start, rows.stop) == (0, len(view.lo)):
         return Trimmed(rows, keys, of_keys, of_keys)
-    q_segments = _part(view.q_segments, rows)
-    return Trimmed(rows, keys, of_keys, View(view.lo[rows], view.hi[rows], q_segments, of_keys.k_segments))
-
-
-def _part(segments: Segments, part: slice) -> Segments:
-    """The segments of the tokens `part` of these."""
-    starts, counts = segments[:, 0], segments[:, 1]
-    before = np.cumsum(counts) - counts
-    first, last = (np.clip(edge - before, 0, counts) for edge in (part.start, part.stop))
-    return np.stack((starts + first, last - first), 1)[last > first]
+    return Trimmed(rows, keys, of_keys, of_keys.of_rows(rows))
