@@ -52,7 +52,7 @@ class Rounds(NamedTuple):
     calls: int
 
 
-ROUNDS = {0: Rounds(1, 3, 6), 200_000: Rounds(1, 1, 2), 1_000_000: Rounds(1, 1, 1)}
+ROUNDS = {0: Rounds(1, 3, 6), 100_000: Rounds(1, 3, 2), 500_000: Rounds(1, 1, 1)}
 """How cases are measured that have so many tokens or more."""
 
 PROFILED = "ring", "both"  # contender and way
