@@ -40,7 +40,7 @@ from ringflash import exchange
 
 OUTPUT = ROOT / "docs/results/ring.jsonl"
 LENGTHS = (32768, 131072, 524288)
-HEADS = ((16, 16), (32, 8))
+HEADS = ("16:16", "32:8")
 HEAD_DIM = 128
 
 
@@ -52,7 +52,7 @@ class Rounds(NamedTuple):
     calls: int
 
 
-ROUNDS = {0: Rounds(1, 3, 6), 100_000: Rounds(1, 3, 2), 500_000: Rounds(1, 1, 1)}
+ROUNDS = {0: Rounds(1, 3, 32), 100_000: Rounds(1, 2, 8), 500_000: Rounds(1, 1, 1)}
 """How cases are measured that have so many tokens or more."""
 
 PROFILED = "ring", "both"  # contender and way
@@ -204,6 +204,7 @@ def rows_of(case: Case, device: torch.device, names: Sequence[str], profiled: bo
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="S, tokens of the sequence")
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS, help="of queries and of keys")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--commit", help="the commit that is measured, where the checkout has no history")
@@ -219,8 +220,8 @@ def main(words: Sequence[str] | None = None) -> None:
     dist.init_process_group("gloo" if asked.tiny else "nccl")
     shown = {} if asked.tiny else provenance("ring.py", sys.argv[1:], asked.commit)
     for length in (256,) if asked.tiny else asked.lengths:
-        for heads in HEADS:
-            for row in rows_of(Case(length, *heads), device, asked.contenders, asked.profile):
+        for heads in asked.heads:
+            for row in rows_of(Case(length, *map(int, heads.split(":"))), device, asked.contenders, asked.profile):
                 if dist.get_rank() == 0:
                     print(json.dumps(row), flush=True)
                     with asked.output.open("a", encoding="utf-8") as file:
