@@ -7,7 +7,7 @@
 Some layers of Llama-3-8B, bf16, AdamW under ZeRO 2, on the source files of Python's standard library: as one document,
 or as the documents that they are. The row is the last step's; the steps before it compile. Seconds are the slowest
 rank's; attention's are rank 0's, with what its ring waits for. Predictions are of `train.plan`, which knows one
-document only.
+document only. The cases are those of `meshes.py`.
 """
 
 from __future__ import annotations
@@ -18,82 +18,22 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from meshes import CASES, Case, predicted  # noqa: E402
 from provenance import on_cpu, provenance  # noqa: E402
 from spans import Spans  # noqa: E402
-from steps import SHAPES  # noqa: E402
 
-from train import flops, loop, memory, model, plan, world  # noqa: E402
+from train import loop, world  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.metrics import METRICS  # noqa: E402
 
 SHOWN = "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "attention_share", "data_wait_s", "loss"
 """Metrics of a row."""
-
-
-class Case(NamedTuple):
-    """A mesh and what it trains. ulysses: ranks that share heads, the others are a ring; window: keys a query sees"""
-
-    length: int
-    layers: int
-    layout: str = "zigzag"
-    arrangement: str = "ring"
-    ulysses: int = 1
-    documents: bool = False
-    window: int | None = None
-    steps: int = 2
-
-    def config(self, ranks: int, *, tiny: bool) -> Config:
-        table = dict(SHAPES["tiny" if tiny else "llama3-8b"]) | {"num_hidden_layers": self.layers}
-        architecture = table.pop("architecture")
-        if self.window is not None:
-            architecture = "mistral"  # the same layers, with a window
-            table["sliding_window"] = min(self.window, 64) if tiny else self.window
-        return Config.model_validate(
-            {
-                "model": {"architecture": architecture, "dtype": "float32" if tiny else "bfloat16", "config": table},
-                "data": {"path": "stdlib", "document_mask": self.documents},
-                "sequence": {"length": 512 if tiny else self.length, "layout": self.layout},
-                "parallel": {"ring": ranks // self.ulysses, "ulysses": self.ulysses, "zero": 2,
-                             "arrangement": self.arrangement},
-                "optimizer": {"name": "adamw", "lr": 1e-5},
-                "train": {"name": "mesh", "steps": self.steps, "global_batch": 1, "self_test": False},
-                "memory": {"mlp_tile": 128 if tiny else 16384},
-                "metrics": {"wandb": "disabled"},
-                "launch": {"processes_per_node": ranks},
-            }
-        )  # fmt: skip
-
-
-CASES = {
-    "ring-128k": Case(131072, 2, steps=3),
-    "ulysses-128k": Case(131072, 2, layout="contiguous", ulysses=2, steps=3),
-    "ring-512k": Case(524288, 2),
-    "ulysses-512k": Case(524288, 2, layout="contiguous", ulysses=2),
-    "window-512k": Case(524288, 2, window=4096, steps=3),
-    "window-contiguous-512k": Case(524288, 2, layout="contiguous", window=4096, steps=3),
-    "documents-zigzag": Case(524288, 2, documents=True, steps=4),
-    "documents-balanced": Case(524288, 2, layout="balanced", documents=True, steps=4),
-    "documents-gather": Case(524288, 2, layout="balanced", arrangement="gather", documents=True, steps=4),
-    "ring-1m": Case(1048576, 1),
-}
-"""Name -> case. A ring and Ulysses together need four GPUs."""
-
-
-def predicted(config: Config, ranks: int) -> dict[str, float]:
-    """Peak bytes of a GPU and seconds of a step."""
-    run = plan.Plan(config, model.config_of(config.model, config.sequence.length), ranks)
-    step = run.step()
-    seconds = sum(run.seconds(step, flops.RATES["H200"]).values())
-    return {
-        "predicted_peak_bytes": memory.predict(run.sizes, step).device_bytes,
-        "predicted_seconds": round(seconds, 3),
-    }
 
 
 def measure(case: Case, config: Config, joined: world.World) -> dict[str, Any]:

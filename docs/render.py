@@ -290,6 +290,52 @@ def ring() -> str:
     return table(head, lines) + f"\n{sources(rows)}\n"
 
 
+def multigpu() -> str:
+    """Tests that need several GPUs, and what they noted."""
+    rows = rows_of("multigpu")
+    lines = [
+        [f"`{row['command'].split('multigpu ')[1]}`", row["commit"], *(str(row[n]) for n in ("passed", "failed"))]
+        for row in rows
+    ]
+    worst = next(row["largest_errors"] for row in rows if "largest_errors" in row)
+    errors = "; ".join(
+        f"{dtype} {', '.join(f'{name} {error:.1e}' for name, error in found.items())}" for dtype, found in worst.items()
+    )
+    demo = next(row["errors"] for row in rows if "errors" in row)
+    killed = next(row["ended_s"] for row in rows if "ended_s" in row)
+    means = " and ".join(f"{mean:.3f}" for mean in demo["mean of the last 20"])
+    return (
+        table(["pytest -m multigpu", "commit", "passed", "failed"], lines)
+        + f"\nLargest errors of the ring against the fp64 reference: {errors}.\nThe demo on all GPUs and on one, fp32: "
+        f"first 20 losses within {demo['first 20']:.1e}, means of the last 20 of 200 {means}.\n"
+        f"A job whose rank was killed in mid-step ended {killed} s later.\n\n"
+        f"{rows[0]['hardware']}, {rows[0]['date']}.\n"
+    )
+
+
+def mesh_step() -> str:
+    """Steps of the trainer over several GPUs, measured beside predicted."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import meshes
+
+    rows = rows_of("mesh_step")
+    lines = []
+    for row in rows:
+        case = meshes.CASES[row["case"]]
+        said = {} if case.documents else meshes.predicted(case.config(row["ranks"], tiny=False), row["ranks"])
+        pairs = [(row["peak_bytes"] / 1e9, said.get("predicted_peak_bytes", 0) / 1e9),
+                 (row["seconds"], said.get("predicted_seconds", 0))]  # fmt: skip
+        lines.append(
+            [row["case"], str(row["layers"]), f"{row['length']:,}", f"{row['tokens_per_s_per_gpu']:,.0f}",
+             f"{row['mfu']:.3f}", f"{(row['attention_forward_s'] + row['attention_backward_s']) / row['seconds']:.2f}",
+             *(word for got, guess in pairs for word in (
+                 f"{got:.1f}", f"{guess:.1f} ({guess / got - 1:+.0%})" if guess else ""))]
+        )  # fmt: skip
+    head = ["case", "layers", "tokens", "tokens/s a GPU", "causal MFU", "attention's share of the time", "peak, GB",
+            "predicted", "seconds", "predicted"]  # fmt: skip
+    return table(head, lines) + f"\n{sources(rows)}\n"
+
+
 def train_step() -> str:
     """Training steps of one GPU."""
     rows = rows_of("train_step")
@@ -502,6 +548,8 @@ RENDER: dict[str, Callable[[], str]] = {
     "travel": travel,
     "ring_rank": ring_rank,
     "ring": ring,
+    "multigpu": multigpu,
+    "mesh_step": mesh_step,
     "train_step": train_step,
     "predicted": predicted,
     "switches": switches,

@@ -351,7 +351,7 @@ class Plan:
 def with_rest(route: Route) -> Route:
     """The same walk with a second visit to the own block at its end, while the last gradients are on their way home.
 
-    The first one keeps the first half of the rows, which under a causal mask is most of the work.
+    The first one keeps the half with more work.
     """
     own = next((visit for visit in route.visits if visit.own and visit.view), None)
     if own is None or own.count < REST_ROWS or not route.travels:
@@ -361,7 +361,8 @@ def with_rest(route: Route) -> Route:
     views = [(own.view.of_keys if route.what == "keys" else own.view.of_rows)(part) for part in rows]
     if not all(view.pairs() for view in views):
         return route
-    first, rest = (replace(own, view=view, rows=part) for view, part in zip(views, rows, strict=True))
+    parts = [replace(own, view=view, rows=part) for view, part in zip(views, rows, strict=True)]
+    first, rest = parts if views[0].pairs() >= views[1].pairs() else parts[::-1]
     assert route.visits[0] is own and not own.trips, "what leaves home leaves before the first visit"
     return replace(route, visits=(first, *route.visits[1:], rest))
 

@@ -146,8 +146,11 @@ class Blocks:
         self._tensors, self._route, self._transport = tensors, route, transport
         self._device = tensors[0].device
         self._record = Record(tensors)
-        counts = [route.home.count, *(visit.count for visit in route.visits if not visit.own)]
-        self._pool = Pool(max(counts), [self._record.num_bytes], torch.uint8, self._device)
+        count = max((visit.count for visit in route.visits if not visit.own), default=0)
+        home, row = route.home.count, [self._record.num_bytes]
+        self._pool = Pool(max(home, count), row, torch.uint8, self._device)
+        # what leaves home may be a small part of what visits, as where all blocks visit at once
+        self._homes = self._pool if 2 * home > count else Pool(home, row, torch.uint8, self._device)
         trips = [trip for trip in route.block_trips for message in trip.receives if not message.rows.span]
         self._loose = Pool(
             _largest(message for trip in trips for message in trip.receives),
@@ -181,7 +184,7 @@ class Blocks:
 
     def _leave_home(self) -> None:
         assert self._transport is not None, "a ring of one rank has no hop but 0"
-        home = Loan(self._pool, len(self._route.trips))
+        home = Loan(self._homes, len(self._route.trips))
         with self._transport.beside(self._device):
             self._record.write(self._tensors, self._route.home, home.buffer[: self._route.home.count])
         for trip in self._route.trips:

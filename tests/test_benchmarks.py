@@ -23,6 +23,7 @@ import bars  # noqa: E402
 import contenders  # noqa: E402
 import head  # noqa: E402
 import largest  # noqa: E402
+import meshes  # noqa: E402
 import planning  # noqa: E402
 import profiling  # noqa: E402
 import ring  # noqa: E402
@@ -573,16 +574,53 @@ def test_without_a_gpu_it_is_said_in_a_sentence(script):
 
 
 def rows_of_a_small_ring() -> list[dict]:
-    ring.CALLS = 1
-    return list(ring.rows_of(ring.Case(64, 4, 2), torch.device("cpu"), profiled=True))
+    ring.ROUNDS = {0: ring.Rounds(1, 1, 1)}
+    return list(ring.rows_of(ring.Case(64, 4, 2), torch.device("cpu"), list(ring.CONTENDERS), profiled=True))
 
 
 def test_a_ring_of_processes_is_measured_beside_its_rivals(pool):
     rows = {(row["contender"], row.get("way")): row for row in pool(2)(rows_of_a_small_ring)[0]}
     for name in ("ring", "alone"):
-        assert all(rows[name, way]["ms"] > 0 for way in ring.WAYS)
+        assert all(0 < rows[name, way]["host_ms"] <= rows[name, way]["ms"] for way in ring.WAYS)
     assert rows["ring", "both"]["messages_ms"]["span"] > 0
     if importlib.util.find_spec("ring_flash_attn"):
         assert rows["zigzag cudnn", "both"]["ms"] > 0
     else:
         assert "pip install --no-deps ring-flash-attn==0.1.8" in rows["zigzag cudnn", None]["error"]
+
+
+def test_several_processes_take_a_step_of_each_kind_of_mesh():
+    cases = ["ring-128k", "ulysses-128k", "documents-gather"]
+    words = [
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "benchmarks/mesh_step.py"),
+        "--tiny",
+        "--cases",
+        *cases,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [row["case"] for row in rows] == cases
+    losses = [row["loss"] for row in rows[:2]]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5), "the same tokens by another mesh"
+    assert all(row["seconds"] > row["attention_forward_s"] > 0 for row in rows)
+    assert ["predicted_seconds" in row for row in rows] == [True, True, False]
+
+
+def test_steps_of_meshes_are_predicted_within_a_tenth_of_what_was_measured():
+    rows = list(map(json.loads, (ROOT / "docs/results/mesh_step.jsonl").read_text().splitlines()))
+    compared = [row for row in rows if not meshes.CASES[row["case"]].documents]
+    assert len(compared) >= 6
+    for row in compared:
+        said = meshes.predicted(meshes.CASES[row["case"]].config(row["ranks"], tiny=False), row["ranks"])
+        assert said["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.1), row
+        assert said["predicted_seconds"] == pytest.approx(row["seconds"], rel=0.1), row

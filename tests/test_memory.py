@@ -6,12 +6,14 @@ import gc
 from pathlib import Path
 from types import SimpleNamespace
 
+import played
 import pytest
 import test_model_memory
 import torch
 import training
 
 import ringflash
+from ringflash import travel
 from train import flops, memory, model, plan
 from train.config import Memory, load
 
@@ -48,6 +50,30 @@ def test_a_million_tokens_of_8b_by_hand():
     assert untiled["MLP"] == 4 * 2 * 14336 and untiled["norms"] == 2 * (6 * 4096 + 4)
     assert memory.kept(sizes, moved, 32) == {"hidden states": states, "attention's results": states + lse}
     assert memory.kept(sizes, step(memory={"checkpoint": "full"}), 32) == {"hidden states": 31 * states}
+
+
+@pytest.mark.parametrize("transit", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("size", "arrangement"), [(2, "ring"), (3, "ring"), (5, "ring"), (2, "gather"), (4, "gather")])
+def test_the_buffers_of_a_ring_are_those_that_it_makes(monkeypatch, size, arrangement, transit):
+    """Where all rows travel; those of the own block are not buffers of a pool."""
+    take, made = travel.Pool.take, []
+
+    def noted(pool):
+        is_new = not pool._free
+        buffer = take(pool)
+        made.extend([buffer.nbytes] * is_new)
+        return buffer
+
+    monkeypatch.setattr(travel.Pool, "take", noted)
+    length, heads, width = 16, 2, 16
+    q, k, v, dout = (torch.randn(1, size * length, heads, width, dtype=torch.bfloat16) for _ in range(4))
+    mesh = {"size": size, "arrangement": arrangement, "layout": "contiguous"}
+    played.attention(q, k, v, dout, **mesh, rotate="keys", transit=transit, causal=False)
+    at = step(ring=size, gathers=arrangement == "gather", transit_bytes=transit.itemsize)
+    block, sums = 2 * 2 * heads * width, 2 * 4 * heads * width
+    of_forward = block * (size if arrangement == "gather" else 2)
+    of_backward = memory.buffers_of_ring(at, block, sums, rounded=0) - sums
+    assert sum(made) == size * length * (of_forward + of_backward)
 
 
 @pytest.mark.parametrize(

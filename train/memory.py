@@ -85,7 +85,8 @@ class Step:
     """What memory depends on beside the model.
 
     tokens: of a forward pass of one rank; sequence: of the whole sequences that they are part of
-    number_bytes: b; ring: ring size; ranks: over which ZeRO shards
+    number_bytes: b; ring: ring size; gathers: whether all blocks visit at once; transit_bytes: of a gradient under way
+    ulysses: ranks that split the heads; ranks: over which ZeRO shards
     zero: its stage, or None for a model alone, whose gradients stay in its type
     states: fp32 numbers of the optimizer for each weight, beside the weight's own; trained: weights that get gradients
     """
@@ -95,6 +96,9 @@ class Step:
     number_bytes: int
     memory: Memory
     ring: int = 1
+    gathers: bool = False
+    transit_bytes: int = FLOAT
+    ulysses: int = 1
     ranks: int = 1
     zero: int | None = None
     states: int = 2
@@ -277,24 +281,44 @@ def mlp_backward(sizes: Sizes, step: Step) -> Parts:
 def attention_backward(sizes: Sizes, step: Step) -> Parts:
     """The layer at work, inside the backward of attention: what its MLP kept is gone."""
     b, tokens = step.number_bytes, step.tokens
-    states, queries, keys = sizes.width * b, sizes.query_width * b, sizes.key_width * b
+    states = sizes.width * b
     own = graph(sizes, step)
     own["norms"] -= norm(sizes.width, 1, step)
     own["inputs of projections"] -= states
     own["MLP"] = 0
     if step.memory.checkpoint != "none" and step.memory.mlp_tile is None and b < FLOAT:
         own["input of the layer"] = states
-    sums = FLOAT * sizes.query_width if b < FLOAT or step.ring > 1 else 0
-    rotating = 0
-    if step.ring > 1:  # k, v in two buffers; dk, dv in fp32: own, fresh, on their way in two buffers
-        rotating = 4 * keys + 4 * 2 * FLOAT * sizes.key_width
-    own |= {
-        "gradients of states": states,
-        "gradients of attention": 2 * queries + 2 * keys + 12 * sizes.heads,
-        "sum of dq in fp32": sums,
-        "buffers of the ring": rotating,
-    }
+    own |= {"gradients of states": states} | attention_kernel(sizes, step)
     return {name: tokens * size for name, size in own.items()}
+
+
+def attention_kernel(sizes: Sizes, step: Step) -> Parts:
+    """Bytes a token inside attention's backward, beside what the graph keeps: in the loop of the ring or behind it."""
+    b = step.number_bytes
+    queries, keys = sizes.query_width * b, sizes.key_width * b * max(1, step.ulysses // sizes.kv_heads)
+    sums = FLOAT * sizes.query_width if b < FLOAT or step.ring > 1 else 0
+    parts = {"gradients of attention": 2 * queries + 2 * keys + 12 * sizes.heads, "sum of dq in fp32": sums}
+    if step.ring > 1:
+        parts["buffers of the ring"] = buffers_of_ring(step, 2 * keys, 2 * keys // b * FLOAT, queries + 2 * keys)
+    if step.ulysses > 1:
+        parts["q, k, v, dout of some heads"] = 2 * queries + 2 * keys
+    return parts
+
+
+def buffers_of_ring(step: Step, block: int, sums: int, rounded: int) -> int:
+    """Bytes a token of what the backward of a ring holds, in its loop or behind it, where only the own sums are left.
+
+    block: of keys and values; sums: of dk and dv in fp32; rounded: of dq, dk, dv, for which the loop's end makes room
+    """
+    others = step.ring - 1
+    visiting = others if step.gathers else 1
+    if step.transit_bytes == FLOAT:  # sums leave in the buffers in which they were made
+        made = visiting if step.gathers else min(others, 2)
+        under_way = others if step.gathers else min(others, 2)
+    else:
+        made, under_way = visiting, 2 * visiting
+    in_loop = block * (1 + visiting) + sums * (1 + made) + under_way * sums * step.transit_bytes // FLOAT
+    return max(in_loop - rounded, sums)
 
 
 def loss(sizes: Sizes, step: Step) -> Parts:

@@ -22,6 +22,8 @@ DEVICE_BASE = 2 * GB
 HOST_BASE = 3 * GB
 """Of a process in host memory, beside what it offloads; 1.9 GB were measured without DeepSpeed and data."""
 
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+
 TILE, CHUNK = 4096, 1024
 """What is offered for memory.mlp_tile and memory.loss_chunk."""
 
@@ -80,9 +82,12 @@ class Plan:
         return memory.Step(
             tokens=length // config.sequence_parallel * config.batch(self._world_size).micro_batch,
             sequence=length,
-            number_bytes={"float32": 4, "bfloat16": 2}[config.model.dtype],
+            number_bytes=NUMBER_BYTES[config.model.dtype],
             memory=switches or config.memory,
             ring=config.parallel.ring,
+            gathers=config.parallel.arrangement == "gather",
+            transit_bytes=NUMBER_BYTES[config.parallel.transit],
+            ulysses=config.parallel.ulysses,
             ranks=self._world_size,
             zero=config.parallel.zero if self._updates else None,
             states=2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0),
