@@ -24,7 +24,7 @@ from .needs import NOBODY, Needs, Rows, needs_of
 UNIT_BYTES = 16  # what TMA wants of starts and strides: parts of a row of bytes begin at multiples of it
 ALL = slice(None)
 REST_ROWS = 8192
-"""Of an own block with fewer rows no part is left for the end: two kernels over so little take longer than one."""
+"""Of an own block with fewer rows no part is left for the end: two kernels over so few would not fill a GPU."""
 
 TRAVELLERS = {"keys": "keys and values", "queries": "queries"}
 
