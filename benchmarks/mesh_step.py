@@ -56,15 +56,19 @@ def measure(case: Case, config: Config, joined: world.World) -> dict[str, Any]:
 
 
 def go(asked: argparse.Namespace, place: world.Place) -> None:
-    words = [word for name in ("cases",) for word in (f"--{name}", *getattr(asked, name))]
+    """Rank 0 prints the rows. ValueError for what cannot be measured here."""
+    if not (asked.tiny or torch.cuda.is_available()):
+        raise ValueError("this measures GPUs, and torch sees none; --tiny needs no GPU")
+    words = ["--cases", *asked.cases, *(["--tiny"] if asked.tiny else [])]
     made = (provenance if torch.cuda.is_available() else on_cpu)("mesh_step.py", words, asked.commit)
     made["command"] = made["command"].replace("python", f"torchrun --nproc-per-node {place.size}", 1)
-    configs = {name: CASES[name].config(place.size, tiny=asked.tiny) for name in asked.cases}
+    cases = {name: CASES[name].small() if asked.tiny else CASES[name] for name in asked.cases}
+    configs = {name: case.config(place.size, tiny=asked.tiny) for name, case in cases.items()}
     with world.start(next(iter(configs.values())), place) as first:
         for name, config in configs.items():
-            row = measure(CASES[name], config, world.connect(config, first.device))
+            row = measure(cases[name], config, world.connect(config, first.device))
             if place.rank == 0:
-                print(json.dumps({"case": name, "ranks": place.size, **CASES[name]._asdict()} | row | made), flush=True)
+                print(json.dumps({"case": name, "ranks": place.size, **cases[name]._asdict()} | row | made), flush=True)
             gc.collect()
             if first.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -75,6 +79,11 @@ if __name__ == "__main__":
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--commit", help="the commit, where the checkout has no history")
     parser.add_argument("--tiny", action="store_true", help="the shape tiny on 512 tokens")
-    go(parser.parse_args(), world.Place.from_environment())
+    code = 0
+    try:
+        go(parser.parse_args(), world.Place.from_environment())
+    except ValueError as refusal:
+        print(f"mesh_step: {refusal}", file=sys.stderr)
+        code = 2
     sys.stdout.flush()
-    os._exit(0)  # DeepSpeed on a CPU may abort when the interpreter ends
+    os._exit(code)  # DeepSpeed on a CPU may abort when the interpreter ends

@@ -28,17 +28,27 @@ class Case(NamedTuple):
     window: int | None = None
     steps: int = 2
 
+    def small(self) -> Case:
+        """The same mesh on few tokens."""
+        return self._replace(length=512, window=self.window and 64)
+
     def config(self, ranks: int, *, tiny: bool) -> Config:
+        """The run of it. ValueError for a number of ranks that it cannot have."""
+        if ranks % self.ulysses or (self.length // 2) % ranks:
+            raise ValueError(
+                f"{ranks} processes: {self.length} tokens and ulysses={self.ulysses} need a power of 2 of them, "
+                f"{self.ulysses} or more"
+            )
         table = dict(SHAPES["tiny" if tiny else "llama3-8b"]) | {"num_hidden_layers": self.layers}
         architecture = table.pop("architecture")
         if self.window is not None:
             architecture = "mistral"  # the same layers, with a window
-            table["sliding_window"] = min(self.window, 64) if tiny else self.window
+            table["sliding_window"] = self.window
         return Config.model_validate(
             {
                 "model": {"architecture": architecture, "dtype": "float32" if tiny else "bfloat16", "config": table},
                 "data": {"path": "stdlib", "document_mask": self.documents},
-                "sequence": {"length": 512 if tiny else self.length, "layout": self.layout},
+                "sequence": {"length": self.length, "layout": self.layout},
                 "parallel": {"ring": ranks // self.ulysses, "ulysses": self.ulysses, "zero": 2,
                              "arrangement": self.arrangement},
                 "optimizer": {"name": "adamw", "lr": 1e-5},

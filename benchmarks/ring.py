@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/ring.py                      # all rows; a GPU a process
     torchrun --nproc-per-node 2 benchmarks/ring.py --lengths 32768
-    torchrun --nproc-per-node 2 benchmarks/ring.py --tiny --output /tmp/tiny.jsonl    # gloo on CPUs: does it run?
+    torchrun --nproc-per-node 2 benchmarks/ring.py --tiny               # gloo on CPUs: does it run? Writes no file
 
 Causal attention, bf16, D=128, forward and forward + backward, through `ringflash.attention` as a user calls it. "alone"
 is the whole sequence on each GPU with its share of the heads: the same FLOPs without a ring. "context_parallel" is
@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zigzag as rivals
 from profiling import Profile
-from provenance import ROOT, provenance
+from provenance import ROOT, on_cpu, provenance
 
 import ringflash
 from ringflash import exchange
@@ -102,6 +102,8 @@ def ours(case: Case, device: torch.device) -> Iterator[Ready]:
 @contextmanager
 def alone(case: Case, device: torch.device) -> Iterator[Ready]:
     size = dist.get_world_size()
+    if case.heads % size or (case.kv_heads % size and size % case.kv_heads):
+        raise ValueError(f"{case.heads}:{case.kv_heads} heads cannot be shared by {size} GPUs")
     *inputs, dout = tensors(case.length, case.heads // size, max(1, case.kv_heads // size), device)
     inputs = [x.requires_grad_() for x in inputs]
     yield Ready(lambda: ringflash.attention(*inputs), inputs, dout)
@@ -203,14 +205,17 @@ def rows_of(case: Case, device: torch.device, names: Sequence[str], profiled: bo
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="S, tokens of the sequence")
+    parser.add_argument("--lengths", type=int, nargs="+", help="S, tokens of the sequence")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS, help="of queries and of keys")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, help="rows are added to it")
     parser.add_argument("--commit", help="the commit that is measured, where the checkout has no history")
     parser.add_argument("--profile", action="store_true", help="how much of the exchange is hidden")
     parser.add_argument("--tiny", action="store_true", help="small cases over gloo")
     asked = parser.parse_args(words)
+    if "RANK" not in os.environ:
+        sys.exit("a ring needs processes: torchrun --nproc-per-node 2 benchmarks/ring.py")
+    output = asked.output or (None if asked.tiny else OUTPUT)
     device = torch.device("cpu") if asked.tiny else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -218,14 +223,15 @@ def main(words: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(device)
     os.environ.setdefault(exchange.PRIORITY, "1")  # for all of them
     dist.init_process_group("gloo" if asked.tiny else "nccl")
-    shown = {} if asked.tiny else provenance("ring.py", sys.argv[1:], asked.commit)
-    for length in (256,) if asked.tiny else asked.lengths:
+    shown = (on_cpu if asked.tiny else provenance)("ring.py", sys.argv[1:], asked.commit)
+    for length in asked.lengths or ((256,) if asked.tiny else LENGTHS):
         for heads in asked.heads:
             for row in rows_of(Case(length, *map(int, heads.split(":"))), device, asked.contenders, asked.profile):
                 if dist.get_rank() == 0:
                     print(json.dumps(row), flush=True)
-                    with asked.output.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row | shown) + "\n")
+                    if output:
+                        with output.open("a", encoding="utf-8") as file:
+                            file.write(json.dumps(row | shown) + "\n")
     dist.destroy_process_group()
 
 

@@ -5,6 +5,8 @@ Letters: n ranks of the group, P ring size, U Ulysses size (n = P * U), S global
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -202,6 +204,13 @@ def _group_of(
         raise ValueError(f"ulysses={ulysses} must be at least 1")
     if group is None:
         ready = dist.is_available() and dist.is_initialized()
+        started = os.environ.get("WORLD_SIZE", "1")
+        if not ready and started not in ("", "0", "1"):
+            warnings.warn(
+                f"this process is one of WORLD_SIZE={started}, but torch.distributed is not initialised: the Ring has "
+                "this rank alone. Call torch.distributed.init_process_group() before",
+                stacklevel=3,
+            )
         return (dist.group.WORLD if ready else None), ulysses or 1
     if isinstance(group, dist.ProcessGroup):
         return group, ulysses or 1

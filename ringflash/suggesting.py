@@ -59,7 +59,6 @@ class Suggestion:
         for one in self.alternatives:
             mark = "->" if one == self.best else "  "
             over = self.memory_bytes is not None and one.memory_bytes > self.memory_bytes
-            times = "".join(f"{1e3 * x:12.3f} " for x in (one.forward_s, one.backward_s, one.exposed_s))
             times = "".join(f"{1e3 * x:13.3f}" for x in (one.forward_s, one.backward_s, one.exposed_s))
             lines.append(
                 f"{mark} {one.arrangement:11} {one.ring:5} {one.ulysses:8}  {one.layout:10}{times}"

@@ -624,3 +624,32 @@ def test_steps_of_meshes_are_predicted_within_a_tenth_of_what_was_measured():
         said = meshes.predicted(meshes.CASES[row["case"]].config(row["ranks"], tiny=False), row["ranks"])
         assert said["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.1), row
         assert said["predicted_seconds"] == pytest.approx(row["seconds"], rel=0.1), row
+
+
+def test_a_ring_without_processes_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2"):
+        ring.main(["--tiny"])
+
+
+def test_heads_that_gpus_cannot_share_are_refused_alone(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    with (
+        pytest.raises(ValueError, match="16:16 heads cannot be shared by 3 GPUs"),
+        ring.alone(ring.Case(96, 16, 16), torch.device("cpu")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("ring-128k", 3), ("ulysses-128k", 1), ("ulysses-128k", 3)])
+def test_numbers_of_processes_that_a_mesh_cannot_have_are_refused(name, ranks):
+    with pytest.raises(ValueError, match=f"{ranks} processes: 512 tokens and ulysses="):
+        meshes.CASES[name].small().config(ranks, tiny=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_a_mesh_without_a_gpu_is_refused():
+    words = [sys.executable, ROOT / "benchmarks/mesh_step.py", "--cases", "ring-128k"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == "mesh_step: this measures GPUs, and torch sees none; --tiny needs no GPU"

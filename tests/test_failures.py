@@ -136,7 +136,7 @@ def test_a_message_of_a_batch_that_is_over_is_not_waited_for(monkeypatch):
         {"profiling_name": "nccl:recv 1<-0", "state": "scheduled", "is_p2p": True, "retired": False},
         {"profiling_name": "nccl:coalesced", "state": "started", "is_p2p": True, "retired": True},
         {"profiling_name": "nccl:all_reduce", "state": "completed", "is_p2p": False, "retired": False},
-        {"profiling_name": "nccl:coalesced", "state": "started", "is_p2p": True, "retired": False},
+        {"profiling_name": "nccl:coalesced", "state": "scheduled", "is_p2p": True, "retired": False},
         {"profiling_name": "nccl:all_gather", "state": "scheduled", "is_p2p": False, "retired": False},
     ]
     recorder = torch._C._distributed_c10d

@@ -261,3 +261,10 @@ def test_R37_unshard_is_the_inverse_of_shard_and_its_gradient_is_summed(pool, wo
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_R37_unshard_on_one_process(name):
     unshard_case(48, name, 1)
+
+
+def test_a_process_of_several_that_have_not_met_is_told(monkeypatch, recwarn):
+    assert ringflash.Ring().size == 1 and not recwarn
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"one of WORLD_SIZE=2.*init_process_group\(\)"):
+        assert ringflash.Ring().size == 1

@@ -53,8 +53,12 @@ def test_a_million_tokens_of_8b_by_hand():
 
 
 @pytest.mark.parametrize("transit", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("size", "arrangement"), [(2, "ring"), (3, "ring"), (5, "ring"), (2, "gather"), (4, "gather")])
-def test_the_buffers_of_a_ring_are_those_that_it_makes(monkeypatch, size, arrangement, transit):
+@pytest.mark.parametrize(
+    ("size", "arrangement", "inner"),
+    [(2, "ring", None), (3, "ring", None), (5, "ring", None), (2, "gather", None), (4, "gather", None),
+     (4, "double", 2), (8, "double", 2), (8, "double", 4)],
+)  # fmt: skip
+def test_the_buffers_of_a_ring_are_those_that_it_makes(monkeypatch, size, arrangement, inner, transit):
     """Where all rows travel; those of the own block are not buffers of a pool."""
     take, made = travel.Pool.take, []
 
@@ -67,13 +71,15 @@ def test_the_buffers_of_a_ring_are_those_that_it_makes(monkeypatch, size, arrang
     monkeypatch.setattr(travel.Pool, "take", noted)
     length, heads, width = 16, 2, 16
     q, k, v, dout = (torch.randn(1, size * length, heads, width, dtype=torch.bfloat16) for _ in range(4))
-    mesh = {"size": size, "arrangement": arrangement, "layout": "contiguous"}
+    mesh = {"size": size, "arrangement": arrangement, "inner": inner, "layout": "contiguous"}
     played.attention(q, k, v, dout, **mesh, rotate="keys", transit=transit, causal=False)
-    at = step(ring=size, gathers=arrangement == "gather", transit_bytes=transit.itemsize)
+    at = step(ring=size, arrangement=arrangement, inner=inner or size, transit_bytes=transit.itemsize)
     block, sums = 2 * 2 * heads * width, 2 * 4 * heads * width
-    of_forward = block * (size if arrangement == "gather" else 2)
+    of_forward = block * (1 + memory.BUFFERS[arrangement](at)[0])
     of_backward = memory.buffers_of_ring(at, block, sums, rounded=0) - sums
-    assert sum(made) == size * length * (of_forward + of_backward)
+    planned = size * length * (of_forward + of_backward)
+    # in a double ring one buffer less where there are few hops, or where all sums have the same rows
+    assert sum(made) == planned if arrangement != "double" else 0.85 * planned <= sum(made) <= planned
 
 
 @pytest.mark.parametrize(

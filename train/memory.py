@@ -85,8 +85,8 @@ class Step:
     """What memory depends on beside the model.
 
     tokens: of a forward pass of one rank; sequence: of the whole sequences that they are part of
-    number_bytes: b; ring: ring size; gathers: whether all blocks visit at once; transit_bytes: of a gradient under way
-    ulysses: ranks that split the heads; ranks: over which ZeRO shards
+    number_bytes: b; ring: ring size; arrangement: of it; inner: ring ranks of a node, for "double"
+    transit_bytes: of a gradient under way; ulysses: ranks that split the heads; ranks: over which ZeRO shards
     zero: its stage, or None for a model alone, whose gradients stay in its type
     states: fp32 numbers of the optimizer for each weight, beside the weight's own; trained: weights that get gradients
     """
@@ -96,7 +96,8 @@ class Step:
     number_bytes: int
     memory: Memory
     ring: int = 1
-    gathers: bool = False
+    arrangement: str = "ring"
+    inner: int = 0
     transit_bytes: int = FLOAT
     ulysses: int = 1
     ranks: int = 1
@@ -305,18 +306,29 @@ def attention_kernel(sizes: Sizes, step: Step) -> Parts:
     return parts
 
 
+BUFFERS: dict[str, Callable[[Step], tuple[int, int, int]]] = {
+    "ring": lambda step: (1, min(step.ring - 1, 2), min(step.ring - 1, 2)),
+    "double": lambda step: (min(step.inner, 3), 3, 3),
+    "gather": lambda step: (step.ring - 1,) * 3,
+}
+"""Arrangement -> blocks that visit or are to come, gradients being made, and on their way; each in blocks of a rank."""
+
+BUFFERS_ROUNDED: dict[str, Callable[[Step], tuple[int, int]]] = {
+    "ring": lambda step: (1, 2),
+    "double": lambda step: (2, 2),
+    "gather": lambda step: (step.ring - 1, 2 * (step.ring - 1)),
+}
+"""The last two where they are rounded for their way."""
+
+
 def buffers_of_ring(step: Step, block: int, sums: int, rounded: int) -> int:
     """Bytes a token of what the backward of a ring holds, in its loop or behind it, where only the own sums are left.
 
     block: of keys and values; sums: of dk and dv in fp32; rounded: of dq, dk, dv, for which the loop's end makes room
     """
-    others = step.ring - 1
-    visiting = others if step.gathers else 1
-    if step.transit_bytes == FLOAT:  # sums leave in the buffers in which they were made
-        made = visiting if step.gathers else min(others, 2)
-        under_way = others if step.gathers else min(others, 2)
-    else:
-        made, under_way = visiting, 2 * visiting
+    visiting, made, under_way = BUFFERS[step.arrangement](step)
+    if step.transit_bytes < FLOAT:  # what leaves is a copy, so what it was made in is free again
+        made, under_way = BUFFERS_ROUNDED[step.arrangement](step)
     in_loop = block * (1 + visiting) + sums * (1 + made) + under_way * sums * step.transit_bytes // FLOAT
     return max(in_loop - rounded, sums)
 

@@ -44,7 +44,8 @@ class Limits(NamedTuple):
         """Which memory is too small: "GPU", "host" or "" for none."""
         if self.device_bytes is not None and found.device_bytes + DEVICE_BASE > self.device_bytes:
             return "GPU"
-        if found.host and (found.host_bytes + HOST_BASE) * self.processes > self.host_bytes:
+        needs_base = found.host or self.device_bytes is not None  # a run on a CPU may be of any size
+        if needs_base and (found.host_bytes + HOST_BASE) * self.processes > self.host_bytes:
             return "host"
         return ""
 
@@ -85,7 +86,8 @@ class Plan:
             number_bytes=NUMBER_BYTES[config.model.dtype],
             memory=switches or config.memory,
             ring=config.parallel.ring,
-            gathers=config.parallel.arrangement == "gather",
+            arrangement=self._arrangement(),
+            inner=self._inner(),
             transit_bytes=NUMBER_BYTES[config.parallel.transit],
             ulysses=config.parallel.ulysses,
             ranks=self._world_size,
@@ -93,6 +95,17 @@ class Plan:
             states=2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0),
             trained=self._adapters(),
         )
+
+    def _inner(self) -> int:
+        """Ring ranks of a node, as parallel.topology says; all of them where it says nothing."""
+        parallel, shared = self.config.parallel, self.config.sequence_parallel
+        told = self.config.launch.processes_per_node if parallel.topology == "hosts" else parallel.topology
+        return min(told or shared, shared) // parallel.ulysses
+
+    def _arrangement(self) -> str:
+        """What `Ring` makes of parallel.arrangement and parallel.topology."""
+        parallel = self.config.parallel
+        return parallel.arrangement or ("double" if 1 < self._inner() < parallel.ring else "ring")
 
     def _adapters(self) -> int | None:
         """Numbers of [lora], about: rank x (in + out) of each layer that gets one, taken as of the model's width."""
@@ -183,7 +196,8 @@ class Plan:
             asked = f"the {found.peak.name} takes {_gb(found.device_bytes + DEVICE_BASE)} on each GPU"
             have = f", which has {_gb(limits.device_bytes or 0)}"
         else:
-            name, size = max(found.host.items(), key=lambda part: part[1])
+            base = {"what a process takes before it trains": HOST_BASE}
+            name, size = max((found.host | base).items(), key=lambda part: part[1])
             asked = f"{limits.processes} processes take {_gb((found.host_bytes + HOST_BASE) * limits.processes)}"
             have = f" of host memory, the machine has {_gb(limits.host_bytes)}"
         longest = self.longest(step, limits)

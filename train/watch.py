@@ -243,5 +243,5 @@ def _is_over(entry: dict[str, Any]) -> bool:
 
 
 def _is_batched(entry: dict[str, Any]) -> bool:
-    """One message of a batch, which stays "scheduled" for ever: the batch has an entry that ends (pytorch#137969)."""
-    return bool(entry.get("is_p2p")) and entry.get("state") == "scheduled"
+    """One message of a batch, which is "scheduled" for ever: the batch has an entry, which ends (pytorch#137969)."""
+    return bool(entry.get("is_p2p")) and not entry["profiling_name"].endswith("coalesced")
