@@ -67,7 +67,9 @@ def with_rests(monkeypatch):
 @pytest.mark.parametrize("name", MASKS)
 def test_an_own_block_in_two_parts_changes_no_gradient(with_rests, wanted, name, layout, rotate):
     (q, k, v, dout, dlse), reference = wanted(name, 4, 2)
-    for size, arrangement in ((2, "ring"), (3, "ring"), (4, "gather"), (4, "double")):
+    meshes = [(2, "ring"), (3, "ring")]
+    meshes += [(4, "gather"), (4, "double")] if name in ("causal", "documents_window", "random") else []
+    for size, arrangement in meshes:
         given = {"arrangement": arrangement, "inner": 2 if arrangement == "double" else None, "rotate": rotate}
         check(
             played.attention(q, k, v, dout, dlse=dlse, layout=layout, size=size, **given, **MASKS[name](SIZE)),

@@ -247,7 +247,8 @@ def _init(config: Config, place: Place, device: torch.device) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
     timeout = timedelta(seconds=config.train.timeout_s)
     os.environ.setdefault(RECORDER_VARIABLE, RECORDER_ENTRIES)
-    os.environ.setdefault(exchange.PRIORITY, "1")
+    if backend == "nccl":
+        os.environ.setdefault(exchange.PRIORITY, "1")
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
