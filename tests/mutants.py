@@ -55,7 +55,7 @@ FAULTS = [
     Fault(
         "a rest of the own block that is never computed", "ringflash/routes.py",
         "visits=(first, *route.visits[1:], rest)", "visits=(first, *route.visits[1:])",
-        "tests/test_ring.py::test_an_own_block_in_two_parts_changes_no_gradient[causal-zigzag-keys]",
+        "tests/test_ring.py::test_an_own_block_in_two_parts_changes_no_gradient[causal-zigzag-keys-2]",
     ),
     Fault(
         "the rest of the own block under no message", "ringflash/routes.py",
