@@ -225,11 +225,9 @@ class View:
 
     def pairs(self) -> int:
         """How many (query, key) pairs are visible: the work, exact."""
-        total = 0
-        for start, count in self.k_segments:
-            seen = np.minimum(self.hi, start + count).astype(np.int64) - np.maximum(self.lo, start)
-            total += int(np.maximum(seen, 0).sum())
-        return total
+        at = positions(self.k_segments)
+        seen = np.searchsorted(at, self.hi) - np.searchsorted(at, self.lo)
+        return int(np.maximum(seen, 0).sum())
 
 
 @dataclass(frozen=True, eq=False)

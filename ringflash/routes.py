@@ -359,10 +359,11 @@ def with_rest(route: Route) -> Route:
     assert own.view is not None
     rows = halves(own.view.k_segments if route.what == "keys" else own.view.q_segments)
     views = [(own.view.of_keys if route.what == "keys" else own.view.of_rows)(part) for part in rows]
-    if not all(view.pairs() for view in views):
+    work = [view.pairs() for view in views]
+    if not all(work):
         return route
     parts = [replace(own, view=view, rows=part) for view, part in zip(views, rows, strict=True)]
-    first, rest = parts if views[0].pairs() >= views[1].pairs() else parts[::-1]
+    first, rest = parts if work[0] >= work[1] else parts[::-1]
     assert route.visits[0] is own and not own.trips, "what leaves home leaves before the first visit"
     return replace(route, visits=(first, *route.visits[1:], rest))
 
