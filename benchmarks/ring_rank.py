@@ -128,7 +128,7 @@ def work(case: Case) -> Work:
     joined = np.stack((keys[new, 0], np.add.reduceat(keys[:, 1], np.flatnonzero(new))), 1)
     count, nothing = int(keys[:, 1].sum()), Rows(np.zeros((0, 2), np.int64), 0)
     view = mask.View(views[0].lo, views[0].hi, views[0].q_segments, joined)
-    visit = routes.Visit(view, True, routes.ALL, count, (), 0, nothing, nothing, ())
+    visit = routes.Visit(view, True, routes.WHOLE, count, (), 0, nothing, nothing, ())
     one = OneLaunch(routes.Route("keys", (0,), (visit,), (), nothing))
     return Work(plan, one, count, makespan.pairs(segments, lo, hi))
 

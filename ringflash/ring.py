@@ -21,7 +21,7 @@ import torch
 from .exchange import Transport
 from .kernels import Kernel, State
 from .mask import View
-from .routes import Route
+from .routes import FIRST, WHOLE, Route
 from .travel import Blocks, Sums
 
 
@@ -71,7 +71,7 @@ def backward(
     deterministic: see `Kernel.backward`
     rounded: False where dk and dv are summed with those of others afterwards, so must not be rounded yet
     transit: the type of gradients under way, fp32 or bf16; sums are fp32
-    returns dq [B, L, H, D] and dk, dv [B, L, G, D], fp32, or in q's type where one hop is all there is
+    returns dq [B, L, H, D] and dk, dv [B, L, G, D], in q's type, summed in fp32 and rounded once, if at all
     """
     run = functools.partial(kernel.backward, scale=scale, deterministic=deterministic)
     if not route.travels:
@@ -85,69 +85,104 @@ def backward(
         assert view is not None
         run(dout, q, k, v, lse, delta, view, dq, dk, dv)
         return dq, dk, dv
-    tensors = (dout, q, k, v, lse, delta)
-    is_written = any(visit.own and visit.view for visit in route.visits)
-    side = (Keys if route.what == "keys" else Queries)(tensors, run, is_written)
+    side = (Keys if route.what == "keys" else Queries)((dout, q, k, v, lse, delta), run)
+    if not any(visit.own and visit.view for visit in route.visits):
+        for x in side.own:
+            x.zero_()
     sums = Sums(side.own, route, transport, transit)
     for i, (visit, blocks) in enumerate(Blocks(side.travelling, route, transport)):
         fresh = None
         if visit.view and visit.own:
-            side.compute_own(visit.rows, visit.view)
+            side.compute_own(visit.part, visit.view)
         elif visit.view:
             fresh, grads = sums.fresh(visit)
             side.compute(blocks, visit.view, grads)
         sums.pass_on(i, fresh)
-    sums.come_home()
-    return side.gradients()
+    return side.gradients(sums, k.dtype if rounded else torch.float32)
 
 
 Tensors = Sequence[torch.Tensor]
+
+
+def heads_of(part: str, heads: int, groups: int) -> tuple[slice, slice]:
+    """The query heads and the key/value heads of a part of the own block: whole groups, if there are several.
+
+    A third is left for the end: it takes longer than the gradients take home, and fills a GPU. By heads because a
+    part then has work of every length, as the whole has; a part of the rows is longer under way for the same work.
+    """
+    if part == WHOLE:
+        return slice(0, heads), slice(0, groups)
+    count = groups if groups > 1 else heads
+    border = count - (count + 1) // 3
+    cut = slice(0, border) if part == FIRST else slice(border, count)
+    if groups == 1:
+        return cut, slice(0, 1)
+    size = heads // groups
+    return slice(cut.start * size, cut.stop * size), cut
+
+
+def of_heads(heads: slice, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """These heads of [B, L, H, D] or, contiguous, of [B, H, L]."""
+    return [x[:, :, heads] if x.dim() == 4 else x[:, heads].contiguous() for x in tensors]
 
 
 class Keys:
     """A backward in which keys and values travel, with dk and dv behind them; dq stays.
 
     travelling: what the other ranks get; own: the gradients of this rank's own part of it, fp32, to which those that
-        come home are added
-    is_written: does a kernel compute the own part here, which then need not be zero before?
+        come home are added; written by `compute_own`
     """
 
-    def __init__(self, tensors: Tensors, run: Callable[..., None], is_written: bool) -> None:
-        self._dout, self._q, k, v, self._lse, self._delta = tensors
+    def __init__(self, tensors: Tensors, run: Callable[..., None]) -> None:
+        dout, q, k, v, lse, delta = tensors
         self._run = run
+        self._queries = dout, q, lse, delta
         self.travelling = (k, v)
-        self.own = [_empty(x) if is_written else _zeros(x) for x in (k, v)]
-        self._dq = _zeros(self._q)
+        self.own = [_empty(x) for x in (k, v)]
+        self._dq = _zeros(q)
 
-    def compute_own(self, rows: slice, view: View) -> None:
-        """`compute` for these rows of the own block."""
-        blocks, grads = ([x[:, rows] for x in tensors] for tensors in (self.travelling, self.own))
-        self.compute(blocks, view, grads)
+    def compute_own(self, part: str, view: View) -> None:
+        """`compute` for a part of the own block."""
+        q_heads, k_heads = heads_of(part, self._dq.shape[2], self.own[0].shape[2])
+        if q_heads.start < q_heads.stop:
+            dout, q, lse, delta, dq = of_heads(q_heads, *self._queries, self._dq)
+            k, v, *grads = of_heads(k_heads, *self.travelling, *self.own)
+            adds = q_heads.start > 0 and k_heads.start == 0  # one head of keys, which both parts share
+            self._run(dout, q, k, v, lse, delta, view, dq, *grads, adds=adds)
 
     def compute(self, blocks: Tensors, view: View, grads: Tensors) -> None:
         """Write the gradients of the visiting keys and values, and add to dq."""
-        self._run(self._dout, self._q, *blocks, self._lse, self._delta, view, self._dq, *grads)
+        dout, q, lse, delta = self._queries
+        self._run(dout, q, *blocks, lse, delta, view, self._dq, *grads)
 
-    def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv."""
-        return self._dq, self.own[0], self.own[1]
+    def gradients(self, sums: Sums, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq in q's type, dk and dv in `dtype`, when what comes home is here."""
+        dk, dv = sums.come_home(dtype)
+        return self._dq.to(self._queries[1].dtype), dk, dv
 
 
 class Queries:
     """A backward in which queries travel with dout, lse and delta, and dq behind them; dk and dv stay. See `Keys`."""
 
-    def __init__(self, tensors: Tensors, run: Callable[..., None], is_written: bool) -> None:
+    def __init__(self, tensors: Tensors, run: Callable[..., None]) -> None:
         dout, q, self._k, self._v, lse, delta = tensors
         self._run = run
         self.travelling = (q, dout, lse, delta)
-        self.own = [_empty(q) if is_written else _zeros(q)]
+        self.own = [_zeros(q)]
         self._total: list[torch.Tensor] = []  # dk, dv
 
-    def compute_own(self, rows: slice, view: View) -> None:
-        """`compute` for these rows of the own block."""
-        q, dout, lse, delta = self.travelling
-        blocks = (q[:, rows], dout[:, rows], lse[:, :, rows], delta[:, :, rows])
-        self.compute(blocks, view, [x[:, rows] for x in self.own])
+    def compute_own(self, part: str, view: View) -> None:
+        """`compute` for a part of the own block."""
+        q_heads, k_heads = heads_of(part, self.own[0].shape[2], self._k.shape[2])
+        adds = bool(self._total)
+        if not adds:
+            self._total = [_empty(x) for x in (self._k, self._v)]
+            for x in self._total:  # what this part does not write, the next visit adds to
+                x[:, :, k_heads.stop :].zero_()
+        if q_heads.start < q_heads.stop:
+            q, dout, lse, delta, dq = of_heads(q_heads, *self.travelling, *self.own)
+            k, v, *total = of_heads(k_heads, self._k, self._v, *self._total)
+            self._run(dout, q, k, v, lse, delta, view, dq, *total, adds=adds)
 
     def compute(self, blocks: Tensors, view: View, grads: Tensors) -> None:
         """Write the gradient of the visiting queries, and add to dk and dv."""
@@ -158,10 +193,11 @@ class Queries:
         self._total = self._total or [_empty(x) for x in (self._k, self._v)]
         self._run(dout, q, self._k, self._v, lse, delta, view, dq.zero_(), *self._total, adds=adds)
 
-    def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv."""
-        dk, dv = self._total or (_zeros(self._k), _zeros(self._v))
-        return self.own[0], dk, dv
+    def gradients(self, sums: Sums, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Keys.gradients`."""
+        dk, dv = (x.to(dtype) for x in self._total or (_zeros(self._k), _zeros(self._v)))
+        (dq,) = sums.come_home(self.travelling[0].dtype)
+        return dq, dk, dv
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from .arrangements import ARRANGEMENTS, HOME, Geometry
-from .mask import ALIGNMENT, Segments, View, plan_one_device, positions
+from .mask import Segments, View, plan_one_device, positions
 from .needs import NOBODY, Needs, Rows, needs_of
 
 UNIT_BYTES = 16  # what TMA wants of starts and strides: parts of a row of bytes begin at multiples of it
-ALL = slice(None)
+WHOLE, FIRST, REST = "whole", "first", "rest"
+"""Parts of a block, by its heads: all, or those that its first visit and its second compute with."""
 REST_ROWS = 8192
-"""Of an own block with fewer rows no part is left for the end: two kernels over so few would not fill a GPU."""
+"""Of an own block with fewer rows no heads are left for the end: two kernels over so few would not fill a GPU."""
 
 TRAVELLERS = {"keys": "keys and values", "queries": "queries"}
 
@@ -51,7 +52,7 @@ class Visit:
     """What one rank does between two waits.
 
     view: what it computes, None without work; own: with its own block, which has not travelled
-    rows: of the own block, those that it computes with: its gradients are computed in one visit or in two
+    part: of the block: gradients of the own one are computed in one visit, WHOLE, or in two, FIRST and REST
     count: rows of the visiting block
     trips: of blocks, posted before the kernel
     total: rows of the sum of gradients which leaves with these returns; empty if none does
@@ -61,7 +62,7 @@ class Visit:
 
     view: View | None
     own: bool
-    rows: slice
+    part: str
     count: int
     trips: tuple[Trip, ...]
     total: int
@@ -319,7 +320,7 @@ class Plan:
             works = bool(travel.needs.seen[self.rank, own].any())
             view = self._view(what, travel.needs, own) if works else None
             count = int(travel.needs.length[own].sum())
-            visits.append(Visit(view, True, ALL, count, (), 0, nothing, nothing, ()))
+            visits.append(Visit(view, True, WHOLE, count, (), 0, nothing, nothing, ()))
         for number in walk.groups:
             block, total = walk.here(travel.kept, number), walk.here(travel.carried, number)
             touched = walk.here(travel.seen, number)
@@ -327,7 +328,7 @@ class Plan:
             rows = travel.needs.rows
             visits.append(
                 Visit(
-                    view, False, ALL, int(travel.needs.length[block].sum()), walk.trips(number),
+                    view, False, WHOLE, int(travel.needs.length[block].sum()), walk.trips(number),
                     int(travel.needs.length[total].sum()), rows(touched, block), rows(touched, total),
                     walk.returns(number),
                 )
@@ -349,32 +350,12 @@ class Plan:
 
 
 def with_rest(route: Route) -> Route:
-    """The same walk with a second visit to the own block at its end, while the last gradients are on their way home.
-
-    The first one keeps the half with more work.
-    """
+    """The same walk with a second visit to the own block at its end, while the last gradients are on their way home."""
     own = next((visit for visit in route.visits if visit.own and visit.view), None)
     if own is None or own.count < REST_ROWS or not route.travels:
         return route
-    assert own.view is not None
-    rows = halves(own.view.k_segments if route.what == "keys" else own.view.q_segments)
-    views = [(own.view.of_keys if route.what == "keys" else own.view.of_rows)(part) for part in rows]
-    work = [view.pairs() for view in views]
-    if not all(work):
-        return route
-    parts = [replace(own, view=view, rows=part) for view, part in zip(views, rows, strict=True)]
-    first, rest = parts if work[0] >= work[1] else parts[::-1]
     assert route.visits[0] is own and not own.trips, "what leaves home leaves before the first visit"
-    return replace(route, visits=(first, *route.visits[1:], rest))
-
-
-def halves(segments: Segments) -> tuple[slice, slice]:
-    """The local rows in two parts, about equal; in a segment the border is one of tiles, if there is one."""
-    counts = segments[:, 1]
-    middle = int(counts.sum()) // 2
-    within = middle - max(int(begin) for begin in np.cumsum(counts) - counts if begin <= middle)
-    border = middle - within % ALIGNMENT
-    return slice(0, border), slice(border, int(counts.sum()))
+    return replace(route, visits=(replace(own, part=FIRST), *route.visits[1:], replace(own, part=REST)))
 
 
 class OneDevice:
@@ -383,7 +364,7 @@ class OneDevice:
     def __init__(self, num_keys: int, lo: np.ndarray, hi: np.ndarray) -> None:
         nothing = Rows(np.zeros((0, 2), np.int64), 0)
         plan = plan_one_device(num_keys, lo, hi)
-        visits = [Visit(view, True, ALL, num_keys, (), 0, nothing, nothing, ()) for view in plan.views]
+        visits = [Visit(view, True, WHOLE, num_keys, (), 0, nothing, nothing, ()) for view in plan.views]
         self.forward = Route("keys", plan.hops, tuple(visits), (), nothing)
 
     def backward(self, sizes: Sizes, rotate: str = "auto") -> Route:

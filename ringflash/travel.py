@@ -34,6 +34,11 @@ def add(x: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
         x.index_add_(0, rows.index(x.device), values.to(x.dtype))
 
 
+def rounded_sum(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x + y, added in fp32 and rounded once, in one pass over memory. x: fp32."""
+    return torch.add(x, y, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+
+
 class Record:
     """How tensors lie side by side in the row of a token, in bytes: types may differ, and all go in one message.
 
@@ -256,13 +261,26 @@ class Sums:
         if total and not visit.returns:
             total.let_go()
 
-    def come_home(self) -> None:
-        """Wait for the gradients of the own block and add them."""
+    def come_home(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Wait for the gradients of the own block and add them; returns the sums, rounded to `dtype`."""
+        held: tuple[Loan, Message] | None = None
         for posted in self._posted.pop(HOME, []):
             for part, message in self._arrived(posted):
-                for f, x in enumerate(self._own):
-                    add(x.movedim(1, 0), message.rows, part.buffer[: message.rows.count, f])
-                part.let_go()
+                self._add(held)
+                held = part, message
+        if held is None or not held[1].rows.all:
+            self._add(held)
+            return [x.to(dtype) for x in self._own]
+        last = held[0].buffer[: held[1].rows.count]
+        return [rounded_sum(x, last[:, f].movedim(0, 1), dtype) for f, x in enumerate(self._own)]
+
+    def _add(self, held: tuple[Loan, Message] | None) -> None:
+        """Add what has come home to the own gradients."""
+        if held:
+            part, message = held
+            for f, x in enumerate(self._own):
+                add(x.movedim(1, 0), message.rows, part.buffer[: message.rows.count, f])
+            part.let_go()
 
     def _summed(self, i: int, visit: Visit, fresh: Loan | None) -> Loan | None:
         """What has arrived for visit i and what was computed there, in one buffer: in theirs, if one has all rows."""

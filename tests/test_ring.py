@@ -59,7 +59,6 @@ def test_a_ring_of_8_equals_the_reference(wanted, layout):
 def with_rests(monkeypatch):
     """Own blocks of 8 rows and more are computed with in two visits, as those of thousands are."""
     monkeypatch.setattr(routes, "REST_ROWS", 8)
-    monkeypatch.setattr(routes, "ALIGNMENT", 4)
 
 
 @pytest.mark.parametrize(("rotate", "size"), [("keys", 2), ("queries", 3)])
@@ -75,21 +74,27 @@ def test_an_own_block_in_two_parts_changes_no_gradient(with_rests, wanted, name,
         check(played.attention(q, k, v, dout, dlse=dlse, **given), reference)
 
 
-def test_an_own_block_is_cut_between_tiles():
-    assert routes.halves(np.array([[0, 8192]])) == (slice(0, 4096), slice(4096, 8192))
-    assert routes.halves(np.array([[0, 5000], [20000, 5000]])) == (slice(0, 5000), slice(5000, 10000))
-    first, rest = routes.halves(np.array([[0, 1000], [20000, 9000]]))
-    assert (first.start, rest.stop) == (0, 10000) and first.stop == rest.start == 1000 + 15 * 256
+@pytest.mark.parametrize("rotate", routes.TRAVELLERS)
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 2), (3, 1), (8, 2), (8, 1), (6, 3)])
+def test_an_own_block_in_two_parts_with_grouped_heads(with_rests, wanted, heads, groups, rotate):
+    for name in ("causal", "past"):  # with and without work for the own block
+        (q, k, v, dout, dlse), reference = wanted(name, heads, groups)
+        given = {"size": 2, "layout": "contiguous", "rotate": rotate} | MASKS[name](SIZE)
+        check(played.attention(q, k, v, dout, dlse=dlse, **given), reference)
 
 
-def test_a_part_that_sees_nothing_is_not_left_for_the_end(with_rests):
-    """The last rank of a contiguous layout holds padding in its second half."""
-    lo, hi = intervals_of(SIZE, cu_seqlens=[0, 80])
-    segments = LAYOUTS["contiguous"].segments(SIZE, 3, 1, (hi - lo).clip(0))
-    for rank in range(3):
-        route = routes.Plan(segments, rank, lo, hi).backward(routes.Sizes(4, 8, 4, 4), "keys")
-        owns = [visit.rows for visit in route.visits if visit.own]
-        assert owns == ([slice(0, 16), slice(16, 32)] if rank < 2 else [routes.ALL])
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 1), (8, 1), (2, 2), (16, 16), (32, 8), (8, 2), (9, 3)])
+def test_the_parts_of_a_block_are_all_its_heads_once_and_whole_groups(heads, groups):
+    (q_first, k_first), (q_rest, k_rest) = (ring.heads_of(part, heads, groups) for part in (routes.FIRST, routes.REST))
+    assert (q_first.start, q_first.stop, q_rest.stop) == (0, q_rest.start, heads)
+    size = heads // groups
+    if groups > 1:
+        assert (k_first.start, k_first.stop, k_rest.stop) == (0, k_rest.start, groups)
+        assert [x * size for x in (k_first.stop, k_rest.stop)] == [q_first.stop, q_rest.stop]
+    else:
+        assert k_first == k_rest == slice(0, 1)
+    assert (heads == 1) == (q_rest.start == q_rest.stop)  # nothing is left of one head
+    assert 0 <= q_rest.stop - q_rest.start <= heads / 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
