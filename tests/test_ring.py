@@ -57,8 +57,12 @@ def test_a_ring_of_8_equals_the_reference(wanted, layout):
 
 @pytest.fixture
 def with_rests(monkeypatch):
-    """Own blocks of 8 rows and more are computed with in two visits, as those of thousands are."""
+    """Own blocks of 8 rows and more are computed with in two visits, as those of thousands are.
+
+    What is to be written is NaN before.
+    """
     monkeypatch.setattr(routes, "REST_ROWS", 8)
+    monkeypatch.setattr(ring, "_empty", lambda x: torch.full(x.shape, torch.nan, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(("rotate", "size"), [("keys", 2), ("queries", 3)])
