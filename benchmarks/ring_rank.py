@@ -9,9 +9,9 @@
 The ring is the library's own loop (`ringflash.ring`) with a transport that moves nothing: blocks are already in device
 memory, a few buffers in turn, because positions matter to speed and values do not. Beside it, interleaved round by
 round, the same kernel has the same queries and the same keys, gathered in order, in one launch ("one"). share is the
-time of one over that of the ring; `hops_ms` are the kernels of each hop, by events. With packed documents (layout
-balanced) two more run: the documents of a whole batch on one device ("single"), and causal attention of L tokens
-("causal"); `to_single` and `to_causal` are ratios of visible TFLOP/s. predicted_ms is the pairs at the rate that
+time of one over that of the ring; `hops_ms` are the kernels of each hop in one lane, by events. With packed documents
+(layout balanced) two more run: the documents of a whole batch on one device ("single"), and causal attention of L
+tokens ("causal"); `to_single` and `to_causal` are ratios of visible TFLOP/s. predicted_ms is the pairs at the rate that
 `attention.py --bars` measured for this kernel, as `ringflash.suggest` counts. Direction "both" is forward + backward.
 A case whose rows are in the output is skipped. bf16, D=128.
 
@@ -30,14 +30,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from attention import REP_MS, Stopwatch
 from cases import BACKWARD, documents
 from provenance import ROOT, provenance
+from ring_share import Here
 
-from ringflash import ARRANGEMENTS, LAYOUTS, makespan, mask, ring, routes
+from ringflash import ARRANGEMENTS, LAYOUTS, exchange, lanes, makespan, mask, ring, routes
 from ringflash.kernels import KERNELS, Kernel
 from ringflash.kernels.choice import choose
 from ringflash.layouts.documents import Documents
@@ -144,13 +146,11 @@ class Present:
         self._known: set[int] = set()
         self._captured: list[torch.Tensor] = []
 
-    def beside(self, device: torch.device) -> contextlib.AbstractContextManager:
-        """See `exchange.Transport.beside`: what is packed for sending is on the stream of the kernels."""
-        return contextlib.nullcontext()
+    beside, second_stream = exchange.Processes.beside, exchange.Processes.second_stream
 
     def post(
         self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
-    ) -> Present:
+    ) -> Here:
         """See `exchange.Transport.post`."""
         for tensor in receives.values():
             if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -158,10 +158,7 @@ class Present:
             elif tensor.data_ptr() not in self._known:
                 self._known.add(tensor.data_ptr())
                 _normal(tensor)
-        return self
-
-    def wait(self) -> None:
-        """See `exchange.Pending.wait`."""
+        return Here(torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None)
 
     def fill(self) -> None:
         """The buffers of a graph that was captured."""
@@ -224,12 +221,13 @@ class Loop:
         return ring.backward(*tensors, self.way_back, self.present, self.kernel, scale=self.scale)
 
     def hops_ms(self, direction: str, watch) -> list[float]:
-        """The kernels of each hop, medians of 3 runs."""
+        """The kernels of each hop in one lane, medians of 3 runs."""
         found = []
         for _ in range(3):
             self.kernel = timed = Timed(KERNELS[self.name], watch.mark)
             watch.ahead()
-            getattr(self, direction)()
+            with patch.object(lanes, "LANE_ROWS", sys.maxsize):
+                getattr(self, direction)()
             watch.synchronize()
             found.append([watch.between(*marks) for marks in timed.marks])
         self.kernel = KERNELS[self.name]

@@ -26,7 +26,7 @@ class Arriving:
         self.rank, self.size, self.num_bytes = rank, size, 0
         self._noise: dict[torch.dtype, torch.Tensor] = {}
 
-    beside = exchange.Processes.beside
+    beside, second_stream = exchange.Processes.beside, exchange.Processes.second_stream
 
     def post(
         self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False

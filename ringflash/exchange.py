@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -46,8 +46,14 @@ class Transport(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def beside(self, device: torch.device) -> AbstractContextManager:
-        """What is computed and posted inside runs beside the kernels that come, behind those that are under way."""
+    def second_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """For kernels that need not wait for those of the current one; None where ranks have but one."""
+
+    def beside(self, device: torch.device, others: Sequence[torch.cuda.Stream] = ()) -> AbstractContextManager:
+        """What is computed and posted inside runs beside the kernels that come, behind those that are under way.
+
+        others: streams on which there are some, besides the current one
+        """
 
     def post(
         self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
@@ -78,14 +84,19 @@ class Processes:
         """Number of ranks."""
         return len(self.members)
 
+    def second_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """See `Transport.second_stream`."""
+        return second_stream(device) if device.type == "cuda" else None
+
     @contextmanager
-    def beside(self, device: torch.device) -> Iterator[None]:
+    def beside(self, device: torch.device, others: Sequence[torch.cuda.Stream] = ()) -> Iterator[None]:
         """See `Transport.beside`."""
         if device.type != "cuda":
             yield
             return
         stream = side_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        for other in (torch.cuda.current_stream(device), *others):
+            stream.wait_stream(other)
         with torch.cuda.stream(stream):
             yield
 
@@ -147,6 +158,12 @@ def has_priority(group: dist.ProcessGroup, device: torch.device) -> bool:
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of this process on which messages are packed and posted: before what waits for a place on the GPU."""
     return torch.cuda.Stream(device, priority=-1)
+
+
+@functools.cache
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of this process for the second lane of a ring's kernels, see `lanes`."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,8 +288,12 @@ class Threads:
         """Number of ranks."""
         return self.stage.size
 
-    def beside(self, device: torch.device) -> AbstractContextManager:
-        """See `Transport.beside`: the ranks share one stream, on which messages are copied."""
+    def second_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """See `Transport.second_stream`: the ranks share one stream, on which messages are copied."""
+        return None
+
+    def beside(self, device: torch.device, others: Sequence[torch.cuda.Stream] = ()) -> AbstractContextManager:
+        """See `Transport.beside`."""
         return nullcontext()
 
     def post(

@@ -20,8 +20,9 @@ import torch
 
 from .exchange import Transport
 from .kernels import Kernel, State
+from .lanes import Lane, Lanes, lanes_of
 from .mask import View
-from .routes import FIRST, WHOLE, Route
+from .routes import WHOLE, Route
 from .travel import Blocks, Sums
 
 
@@ -37,26 +38,37 @@ def forward(
     returns out [B, L, H, D] in q's type and lse [B, H, L] fp32, natural log, the sink in it; a row that sees nothing:
         0 and -inf, or the sink
     """
-    batch, length, heads, _ = q.shape
+    batch, length = q.shape[:2]
     first, last = route.first, route.last
+    lanes = lanes_of(q, k, transport)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+    lse = [torch.empty(batch, lane.num_queries, length, dtype=torch.float32, device=q.device) for lane in lanes.all]
     if last < 0:
         out.zero_()
-        lse.fill_(-torch.inf)
+        for x in lse:
+            x.fill_(-torch.inf)
     acc = None
     if first < last or sinks is not None:
         acc = out if q.dtype == torch.float32 else torch.empty(q.shape, dtype=torch.float32, device=q.device)
     if sinks is not None:  # a state that has seen one key, whose value is 0
         assert acc is not None
         acc.zero_()
-        lse.copy_(sinks[:, None].expand_as(lse))
+        for lane, x in zip(lanes.all, lse, strict=True):
+            x.copy_(sinks[lane.queries, None].expand_as(x))
         first = -1
-    state = State(acc, out, lse)
-    for i, (visit, (k_visiting, v_visiting)) in enumerate(Blocks([k, v], route, transport)):
-        if visit.view:
-            kernel.forward(q, k_visiting, v_visiting, visit.view, state, scale=scale, first=i == first, last=i == last)
-    return out, lse
+    states = {lane: State(None if acc is None else acc[:, :, lane.queries], out[:, :, lane.queries], x)
+              for lane, x in zip(lanes.all, lse, strict=True)}  # fmt: skip
+    with lanes.together():
+        for i, (visit, block) in enumerate(Blocks([k, v], route, lanes)):
+            for lane in lanes.of(WHOLE) if visit.view else ():
+                assert visit.view is not None
+                k_visiting, v_visiting = (x[:, :, lane.keys] for x in block)
+                with lane.on():
+                    kernel.forward(
+                        q[:, :, lane.queries], k_visiting, v_visiting, visit.view, states[lane],
+                        scale=scale, first=i == first, last=i == last,
+                    )  # fmt: skip
+    return out, lse[0] if len(lse) == 1 else torch.cat(lse, 1)
 
 
 def backward(
@@ -85,119 +97,87 @@ def backward(
         assert view is not None
         run(dout, q, k, v, lse, delta, view, dq, dk, dv)
         return dq, dk, dv
-    side = (Keys if route.what == "keys" else Queries)((dout, q, k, v, lse, delta), run)
+    lanes = lanes_of(q, k, transport)
+    side = (Keys if route.what == "keys" else Queries)((dout, q, k, v, lse, delta), lanes, run)
     if not any(visit.own and visit.view for visit in route.visits):
         for x in side.own:
             x.zero_()
-    sums = Sums(side.own, route, transport, transit)
-    for i, (visit, blocks) in enumerate(Blocks(side.travelling, route, transport)):
-        fresh = None
-        if visit.view and visit.own:
-            side.compute_own(visit.part, visit.view)
-        elif visit.view:
-            fresh, grads = sums.fresh(visit)
-            side.compute(blocks, visit.view, grads)
-        sums.pass_on(i, fresh)
+    sums = Sums(side.own, route, lanes, transit)
+    with lanes.together():
+        for i, (visit, blocks) in enumerate(Blocks(side.travelling, route, lanes)):
+            fresh, grads = None, side.own
+            if visit.view and not visit.own:
+                fresh, grads = sums.fresh(visit)
+            for lane in lanes.of(visit.part) if visit.view else ():
+                assert visit.view is not None
+                with lane.on():
+                    side.compute(lane, blocks, visit.view, grads)
+            sums.pass_on(i, fresh)
     return side.gradients(sums, k.dtype if rounded else torch.float32)
 
 
 Tensors = Sequence[torch.Tensor]
 
 
-def heads_of(part: str, heads: int, groups: int) -> tuple[slice, slice]:
-    """The query heads and the key/value heads of a part of the own block: whole groups, if there are several.
-
-    A third is left for the end: it takes longer than the gradients take home, and fills a GPU. By heads because a
-    part then has work of every length, as the whole has; a part of the rows is longer under way for the same work.
-    """
-    if part == WHOLE:
-        return slice(0, heads), slice(0, groups)
-    count = groups if groups > 1 else heads
-    border = count - (count + 1) // 3
-    cut = slice(0, border) if part == FIRST else slice(border, count)
-    if groups == 1:
-        return cut, slice(0, 1)
-    size = heads // groups
-    return slice(cut.start * size, cut.stop * size), cut
-
-
-def of_heads(heads: slice, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """These heads of [B, L, H, D] or, contiguous, of [B, H, L]."""
-    return [x[:, :, heads] if x.dim() == 4 else x[:, heads].contiguous() for x in tensors]
-
-
 class Keys:
     """A backward in which keys and values travel, with dk and dv behind them; dq stays.
 
     travelling: what the other ranks get; own: the gradients of this rank's own part of it, fp32, to which those that
-        come home are added; written by `compute_own`
+        come home are added; they are written by `compute`
     """
 
-    def __init__(self, tensors: Tensors, run: Callable[..., None]) -> None:
+    def __init__(self, tensors: Tensors, lanes: Lanes, run: Callable[..., None]) -> None:
         dout, q, k, v, lse, delta = tensors
-        self._run = run
-        self._queries = dout, q, lse, delta
+        self._run, self._dtype = run, q.dtype
         self.travelling = (k, v)
         self.own = [_empty(x) for x in (k, v)]
         self._dq = _zeros(q)
+        self._queries = {lane: of_heads(lane.queries, dout, q, lse, delta, self._dq) for lane in lanes.all}
 
-    def compute_own(self, part: str, view: View) -> None:
-        """`compute` for a part of the own block."""
-        q_heads, k_heads = heads_of(part, self._dq.shape[2], self.own[0].shape[2])
-        if q_heads.start < q_heads.stop:
-            dout, q, lse, delta, dq = of_heads(q_heads, *self._queries, self._dq)
-            k, v, *grads = of_heads(k_heads, *self.travelling, *self.own)
-            adds = q_heads.start > 0 and k_heads.start == 0  # one head of keys, which both parts share
-            self._run(dout, q, k, v, lse, delta, view, dq, *grads, adds=adds)
-
-    def compute(self, blocks: Tensors, view: View, grads: Tensors) -> None:
-        """Write the gradients of the visiting keys and values, and add to dq."""
-        dout, q, lse, delta = self._queries
-        self._run(dout, q, *blocks, lse, delta, view, self._dq, *grads)
+    def compute(self, lane: Lane, blocks: Tensors, view: View, grads: Tensors) -> None:
+        """Write the gradients of a lane's heads of these keys and values, and add to dq."""
+        dout, q, lse, delta, dq = self._queries[lane]
+        k, v, dk, dv = of_heads(lane.keys, *blocks, *grads)
+        self._run(dout, q, k, v, lse, delta, view, dq, dk, dv)
 
     def gradients(self, sums: Sums, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq in q's type, dk and dv in `dtype`, when what comes home is here."""
+        """dq in q's type, dk and dv in `dtype`, when all lanes are done and what comes home is here."""
         dk, dv = sums.come_home(dtype)
-        return self._dq.to(self._queries[1].dtype), dk, dv
+        return self._dq.to(self._dtype), dk, dv
 
 
 class Queries:
     """A backward in which queries travel with dout, lse and delta, and dq behind them; dk and dv stay. See `Keys`."""
 
-    def __init__(self, tensors: Tensors, run: Callable[..., None]) -> None:
-        dout, q, self._k, self._v, lse, delta = tensors
-        self._run = run
+    def __init__(self, tensors: Tensors, lanes: Lanes, run: Callable[..., None]) -> None:
+        dout, q, k, v, lse, delta = tensors
+        self._run, self._dtype = run, q.dtype
         self.travelling = (q, dout, lse, delta)
-        self.own = [_zeros(q)]
-        self._total: list[torch.Tensor] = []  # dk, dv
+        self.own = [_empty(q)]
+        self._total = [_empty(x) for x in (k, v)]  # dk, dv
+        self._keys = {lane: of_heads(lane.keys, k, v, *self._total) for lane in lanes.all}
+        self._new = set(lanes.all)  # whose heads of dk and dv nobody has written
 
-    def compute_own(self, part: str, view: View) -> None:
-        """`compute` for a part of the own block."""
-        q_heads, k_heads = heads_of(part, self.own[0].shape[2], self._k.shape[2])
-        adds = bool(self._total)
-        if not adds:
-            self._total = [_empty(x) for x in (self._k, self._v)]
-            for x in self._total:  # what this part does not write, the next visit adds to
-                x[:, :, k_heads.stop :].zero_()
-        if q_heads.start < q_heads.stop:
-            q, dout, lse, delta, dq = of_heads(q_heads, *self.travelling, *self.own)
-            k, v, *total = of_heads(k_heads, self._k, self._v, *self._total)
-            self._run(dout, q, k, v, lse, delta, view, dq, *total, adds=adds)
-
-    def compute(self, blocks: Tensors, view: View, grads: Tensors) -> None:
-        """Write the gradient of the visiting queries, and add to dk and dv."""
-        q, dout, *rows = blocks
-        lse, delta = (x.contiguous() for x in rows)  # one number a row: nothing beside a block
-        (dq,) = grads
-        adds = bool(self._total)
-        self._total = self._total or [_empty(x) for x in (self._k, self._v)]
-        self._run(dout, q, self._k, self._v, lse, delta, view, dq.zero_(), *self._total, adds=adds)
+    def compute(self, lane: Lane, blocks: Tensors, view: View, grads: Tensors) -> None:
+        """Write the gradient of a lane's heads of these queries, and write dk and dv, or add to them."""
+        q, dout, lse, delta, dq = of_heads(lane.queries, *blocks, *grads)
+        k, v, dk, dv = self._keys[lane]
+        self._run(dout, q, k, v, lse, delta, view, dq.zero_(), dk, dv, adds=lane not in self._new)
+        self._new.discard(lane)
 
     def gradients(self, sums: Sums, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Keys.gradients`."""
-        dk, dv = (x.to(dtype) for x in self._total or (_zeros(self._k), _zeros(self._v)))
-        (dq,) = sums.come_home(self.travelling[0].dtype)
+        for lane in self._new:
+            for x in self._total:
+                x[:, :, lane.keys].zero_()
+        dk, dv = (x.to(dtype) for x in self._total)
+        (dq,) = sums.come_home(self._dtype)
         return dq, dk, dv
+
+
+def of_heads(heads: slice, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """These heads of [B, L, H, D] or, contiguous, of [B, H, L], one number a row: nothing beside a block."""
+    return [x[:, :, heads] if x.dim() == 4 else x[:, heads].contiguous() for x in tensors]
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:

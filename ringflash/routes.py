@@ -23,9 +23,7 @@ from .needs import NOBODY, Needs, Rows, needs_of
 
 UNIT_BYTES = 16  # what TMA wants of starts and strides: parts of a row of bytes begin at multiples of it
 WHOLE, FIRST, REST = "whole", "first", "rest"
-"""Parts of a block, by its heads: all, or those that its first visit and its second compute with."""
-REST_ROWS = 8192
-"""Of an own block with fewer rows no heads are left for the end: two kernels over so few would not fill a GPU."""
+"""Parts of a block, by its heads: all, those of the first lane, and those of the other lanes."""
 
 TRAVELLERS = {"keys": "keys and values", "queries": "queries"}
 
@@ -350,9 +348,12 @@ class Plan:
 
 
 def with_rest(route: Route) -> Route:
-    """The same walk with a second visit to the own block at its end, while the last gradients are on their way home."""
+    """The same walk with a second visit to the own block at its end, while the last gradients are on their way home.
+
+    Where a ring has one lane there is nothing left for it.
+    """
     own = next((visit for visit in route.visits if visit.own and visit.view), None)
-    if own is None or own.count < REST_ROWS or not route.travels:
+    if own is None or not route.travels:
         return route
     assert route.visits[0] is own and not own.trips, "what leaves home leaves before the first visit"
     return replace(route, visits=(replace(own, part=FIRST), *route.visits[1:], replace(own, part=REST)))

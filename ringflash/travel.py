@@ -10,13 +10,14 @@ Letters: B batch, L local tokens, n rows, H heads of a tensor, D head dimension,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .arrangements import HOME
-from .exchange import Pending, Transport
+from .exchange import Pending
+from .lanes import Lanes
 from .needs import Rows
 from .routes import UNIT_BYTES, Message, Route, Trip, Visit
 
@@ -94,16 +95,29 @@ def in_units(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
 class Pool:
     """Buffers of one shape that are used again: a loop allocates in its first rounds only.
 
-    A buffer given back is free on the stream of the kernels, on which the exchange waits before it fills it.
+    A buffer given back is free where it was used: messages wait for all lanes before they fill it, and a lane uses its
+    heads of it in the order of its stream. made: called whenever a buffer is new, so that it may be memory in which the
+    caller's stream still works
     """
 
-    def __init__(self, num_rows: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._make = lambda: torch.empty(num_rows, *shape, dtype=dtype, device=device)
+    def __init__(
+        self, num_rows: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device,
+        made: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._empty = lambda: torch.empty(num_rows, *shape, dtype=dtype, device=device)
+        self._made = made
         self._free: list[torch.Tensor] = []
+
+    def stock(self, count: int) -> None:
+        """Make so many buffers now."""
+        self._free += [self._empty() for _ in range(count)]
+        self._made()
 
     def take(self) -> torch.Tensor:
         """A buffer with any content."""
-        return self._free.pop() if self._free else self._make()
+        if not self._free:
+            self.stock(1)
+        return self._free.pop()
 
     def give(self, buffer: torch.Tensor) -> None:
         """It may be filled anew."""
@@ -123,9 +137,23 @@ class Loan:
             self._pool.give(self.buffer)
 
 
-def _begins(loan: Loan, part: torch.Tensor) -> bool:
-    """Are these the first rows of the loan's buffer themselves, in which sums can be made?"""
-    return part.dtype == torch.float32 and part.data_ptr() == loan.buffer.data_ptr()
+class Part(NamedTuple):
+    """Gradients in a buffer, which are `rows` of a sum. there: its rows; None: the first ones"""
+
+    loan: Loan
+    there: Rows | None
+    rows: Rows
+
+    def values(self, heads: slice) -> torch.Tensor:
+        """[n, F, B, heads, D]."""
+        x = self.loan.buffer[:, :, :, heads]
+        return x[: self.rows.count] if self.there is None else take(x, self.there)
+
+    @property
+    def is_a_sum(self) -> bool:
+        """All rows of the sum, in fp32, at the begin of the buffer: others can be added there."""
+        begins = self.there is None or (self.there.span is not None and self.there.span.start == 0)
+        return begins and self.rows.all and self.loan.buffer.dtype == torch.float32
 
 
 class Posted(NamedTuple):
@@ -147,8 +175,8 @@ def _largest(messages: Iterator[Message]) -> int:
 class Blocks:
     """The blocks that visit this rank. Each is here from `visit` on, until the next one is asked for."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], route: Route, transport: Transport | None) -> None:
-        self._tensors, self._route, self._transport = tensors, route, transport
+    def __init__(self, tensors: Sequence[torch.Tensor], route: Route, lanes: Lanes) -> None:
+        self._tensors, self._route, self._lanes = tensors, route, lanes
         self._device = tensors[0].device
         self._record = Record(tensors)
         count = max((visit.count for visit in route.visits if not visit.own), default=0)
@@ -188,15 +216,13 @@ class Blocks:
         return self._loans[i]
 
     def _leave_home(self) -> None:
-        assert self._transport is not None, "a ring of one rank has no hop but 0"
         home = Loan(self._homes, len(self._route.trips))
-        with self._transport.beside(self._device):
+        with self._lanes.beside():
             self._record.write(self._tensors, self._route.home, home.buffer[: self._route.home.count])
         for trip in self._route.trips:
             self._post(trip, home, self._route.home.count)
 
     def _post(self, trip: Trip, source: Loan, count: int) -> None:
-        assert self._transport is not None
         arriving, receives = [], {}
         target = self._route.visits[trip.visit]
         for message in trip.receives:
@@ -205,20 +231,24 @@ class Blocks:
             room = loan.buffer[: target.count][span] if span else loan.buffer[: message.rows.count]
             arriving += [] if span else [(loan, message)]
             receives[message.peer] = room
-        with self._transport.beside(self._device):
+        with self._lanes.beside():
             block = source.buffer[:count]
             sends = {message.peer: take(block, message.rows) for message in trip.sends}
-            pending = self._transport.post(sends, receives, trip.what, trip.slow)
+            pending = self._lanes.transport.post(sends, receives, trip.what, trip.slow)
         self._posted.setdefault(trip.visit, []).append(Posted(pending, source, list(sends.values()), arriving))
 
     def _arrive(self, i: int, posted: Posted) -> None:
-        posted.pending.wait()
+        self._lanes.wait(posted.pending)
         if posted.source:
             posted.source.let_go()
+        if posted.arriving:
+            self._lanes.join()
         for loose, message in posted.arriving:
             block = self._loan(i).buffer[: self._route.visits[i].count]
             block.index_copy_(0, message.rows.index(self._device), loose.buffer[: message.rows.count])
             loose.let_go()
+        if posted.arriving:
+            self._lanes.follow()
 
 
 class Sums:
@@ -228,10 +258,8 @@ class Sums:
     transit: the type in which they travel; sums are fp32
     """
 
-    def __init__(
-        self, own: Sequence[torch.Tensor], route: Route, transport: Transport | None, transit: torch.dtype
-    ) -> None:
-        self._own, self._route, self._transport = own, route, transport
+    def __init__(self, own: Sequence[torch.Tensor], route: Route, lanes: Lanes, transit: torch.dtype) -> None:
+        self._own, self._route, self._lanes = own, route, lanes
         self._device = own[0].device
         batch, _, heads, width = own[0].shape
         shape = (len(own), batch, heads, width)
@@ -239,10 +267,12 @@ class Sums:
         received = _largest(message for trip in route.gradient_trips for message in trip.receives)
         counts = max((visit.count for visit in route.visits if not visit.own), default=0)
         fp32 = torch.float32
-        self._fresh = Pool(counts, shape, fp32, self._device)
+        self._fresh = Pool(counts, shape, fp32, self._device, lanes.follow)
+        # one is on its way while the next is computed; later, lanes would wait for each other
+        self._fresh.stock(min(2, sum(not visit.own and visit.view is not None for visit in route.visits)))
         self._arriving = Pool(received, shape, transit, self._device)
-        self._totals = Pool(totals, shape, fp32, self._device)
-        self._rounded = None if transit == fp32 else Pool(totals, shape, transit, self._device)
+        self._totals = Pool(totals, shape, fp32, self._device, lanes.follow)
+        self._rounded = None if transit == fp32 else Pool(totals, shape, transit, self._device, lanes.follow)
         self._posted: dict[int, list[Posted]] = {}
 
     def fresh(self, visit: Visit) -> tuple[Loan, list[torch.Tensor]]:
@@ -262,10 +292,11 @@ class Sums:
             total.let_go()
 
     def come_home(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Wait for the gradients of the own block and add them; returns the sums, rounded to `dtype`."""
+        """When all lanes are done: add what comes home to the own gradients; returns the sums, rounded to `dtype`."""
         held: tuple[Loan, Message] | None = None
         for posted in self._posted.pop(HOME, []):
-            for part, message in self._arrived(posted):
+            posted.pending.wait()
+            for part, message in posted.arriving:
                 self._add(held)
                 held = part, message
         if held is None or not held[1].rows.all:
@@ -284,37 +315,47 @@ class Sums:
 
     def _summed(self, i: int, visit: Visit, fresh: Loan | None) -> Loan | None:
         """What has arrived for visit i and what was computed there, in one buffer: in theirs, if one has all rows."""
-        parts = [(loan, message.rows, loan.buffer[: message.rows.count])
-                 for posted in self._posted.pop(i, []) for loan, message in self._arrived(posted)]  # fmt: skip
+        parts = []
+        for posted in self._posted.pop(i, []):
+            self._lanes.wait(posted.pending)
+            if posted.source:
+                posted.source.let_go()
+            parts += [Part(loan, None, message.rows) for loan, message in posted.arriving]
         if fresh:
-            parts.append((fresh, visit.added, take(fresh.buffer[: visit.count], visit.computed)))
-        total = next((loan for loan, rows, part in parts if rows.all and _begins(loan, part)), None)
-        if visit.total and total is None:
+            parts.append(Part(fresh, visit.computed, visit.added))
+        total = next((part.loan for part in parts if part.is_a_sum), None)
+        is_new = visit.total and total is None
+        if is_new:
             total = Loan(self._totals, 1)
-            total.buffer[: visit.total].zero_()
-        for loan, rows, part in parts:
-            if loan is not total:
-                if total is not None:
-                    add(total.buffer[: visit.total], rows, part)
-                loan.let_go()
+        if total is not None:
+            others = [part for part in parts if part.loan is not total]
+            for lane in self._lanes.all if is_new or others else ():
+                with lane.on():
+                    self._sum_up(total, visit.total if is_new else 0, others, lane.heads(self._route.what))
+        for part in parts:
+            if part.loan is not total:
+                part.loan.let_go()
         return total
 
-    def _arrived(self, posted: Posted) -> list[tuple[Loan, Message]]:
-        posted.pending.wait()
-        if posted.source:
-            posted.source.let_go()
-        return posted.arriving
+    def _sum_up(self, total: Loan, num_new: int, parts: list[Part], heads: slice) -> None:
+        """Add these heads of the parts to the total, of which so many rows are set to 0 before."""
+        into = total.buffer[:, :, :, heads]
+        into[:num_new].zero_()
+        for part in parts:
+            add(into, part.rows, part.values(heads))
 
     def _post(self, trip: Trip, total: Loan | None, count: int) -> None:
-        assert self._transport is not None
         arriving = [(Loan(self._arriving, 1), message) for message in trip.receives]
         receives = {message.peer: loan.buffer[: message.rows.count] for loan, message in arriving}
         if total and self._rounded:
             rounded = Loan(self._rounded, 1)
-            rounded.buffer[:count].copy_(total.buffer[:count])
+            for lane in self._lanes.all:
+                heads = lane.heads(self._route.what)
+                with lane.on():
+                    rounded.buffer[:count, :, :, heads].copy_(total.buffer[:count, :, :, heads])
             total.let_go()
             total = rounded
-        with self._transport.beside(self._device):
+        with self._lanes.beside():
             sends = {message.peer: take(total.buffer[:count], message.rows) for message in trip.sends} if total else {}
-            pending = self._transport.post(sends, receives, trip.what, trip.slow)
+            pending = self._lanes.transport.post(sends, receives, trip.what, trip.slow)
         self._posted.setdefault(trip.visit, []).append(Posted(pending, total, list(sends.values()), arriving))

@@ -85,8 +85,11 @@ class Part:
         self.whole, self.members = whole, members
         self.rank, self.size = members.index(whole.rank), len(members)
 
-    def beside(self, device):
-        return self.whole.beside(device)
+    def second_stream(self, device):
+        return self.whole.second_stream(device)
+
+    def beside(self, device, others=()):
+        return self.whole.beside(device, others)
 
     def post(self, sends, receives, what, slow=False):
         sends, receives = ({self.members[peer]: x for peer, x in side.items()} for side in (sends, receives))

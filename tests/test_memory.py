@@ -60,15 +60,14 @@ def test_a_million_tokens_of_8b_by_hand():
 )  # fmt: skip
 def test_the_buffers_of_a_ring_are_those_that_it_makes(monkeypatch, size, arrangement, inner, transit):
     """Where all rows travel; those of the own block are not buffers of a pool."""
-    take, made = travel.Pool.take, []
+    stock, made = travel.Pool.stock, []
 
-    def noted(pool):
-        is_new = not pool._free
-        buffer = take(pool)
-        made.extend([buffer.nbytes] * is_new)
-        return buffer
+    def noted(pool, count):
+        before = len(pool._free)
+        stock(pool, count)
+        made.extend(x.nbytes for x in pool._free[before:])
 
-    monkeypatch.setattr(travel.Pool, "take", noted)
+    monkeypatch.setattr(travel.Pool, "stock", noted)
     length, heads, width = 16, 2, 16
     q, k, v, dout = (torch.randn(1, size * length, heads, width, dtype=torch.bfloat16) for _ in range(4))
     mesh = {"size": size, "arrangement": arrangement, "inner": inner, "layout": "contiguous"}

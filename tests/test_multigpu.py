@@ -13,7 +13,7 @@ from oracle import NAMES, inputs, want
 from worlds import on_ring
 
 import ringflash
-from ringflash import routes
+from ringflash import lanes, routes
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -62,17 +62,17 @@ def test_arrangements_over_nccl_equal_the_reference(gpus, arrangement, layout, m
     check(gpus(arranged, mask, rotate, given), torch.bfloat16, record_property)
 
 
-def in_two_parts(mask: str, layout: str, rotate: str) -> dict[str, float]:
-    """Own blocks as small as these are computed with in one visit, unless told otherwise."""
-    with patch.object(routes, "REST_ROWS", 256):
+def in_two_lanes(mask: str, layout: str, rotate: str) -> dict[str, float]:
+    """Rings of so few tokens have one lane, unless told otherwise."""
+    with patch.object(lanes, "LANE_ROWS", 256):
         return errors_of(ringflash.Ring(layout=layout), MASKS[mask](SEQ_LEN), torch.bfloat16, 64, rotate=rotate)
 
 
 @pytest.mark.parametrize("rotate", routes.TRAVELLERS)
 @pytest.mark.parametrize("mask", ["causal", "documents_window", "random"])
 @pytest.mark.parametrize("layout", ringflash.LAYOUTS)
-def test_an_own_block_in_two_parts_over_nccl_equals_the_reference(gpus, layout, mask, rotate, record_property):
-    check(gpus(in_two_parts, mask, layout, rotate), torch.bfloat16, record_property)
+def test_an_own_block_in_two_lanes_over_nccl_equals_the_reference(gpus, layout, mask, rotate, record_property):
+    check(gpus(in_two_lanes, mask, layout, rotate), torch.bfloat16, record_property)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -14,7 +14,7 @@ from oracle import check, inputs, want
 from test_mask import intervals_of
 from worlds import small_pieces
 
-from ringflash import LAYOUTS, exchange, mask, ring, routes
+from ringflash import LAYOUTS, exchange, lanes, mask, ring, routes
 from ringflash.kernels import eager
 
 SIZE = 96  # divides by 2 * P for every P below
@@ -56,19 +56,19 @@ def test_a_ring_of_8_equals_the_reference(wanted, layout):
 
 
 @pytest.fixture
-def with_rests(monkeypatch):
-    """Own blocks of 8 rows and more are computed with in two visits, as those of thousands are.
+def in_lanes(monkeypatch):
+    """Rings of 8 local tokens and more have two lanes, as those of thousands have.
 
     What is to be written is NaN before.
     """
-    monkeypatch.setattr(routes, "REST_ROWS", 8)
+    monkeypatch.setattr(lanes, "LANE_ROWS", 8)
     monkeypatch.setattr(ring, "_empty", lambda x: torch.full(x.shape, torch.nan, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(("rotate", "size"), [("keys", 2), ("queries", 3)])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
 @pytest.mark.parametrize("name", MASKS)
-def test_an_own_block_in_two_parts_changes_no_gradient(with_rests, wanted, name, layout, rotate, size):
+def test_two_lanes_change_nothing(in_lanes, wanted, name, layout, rotate, size):
     (q, k, v, dout, dlse), reference = wanted(name, 4, 2)
     meshes = [(size, "ring")]
     meshes += [(4, "gather"), (4, "double")] if name in ("causal", "documents_window", "random") else []
@@ -80,25 +80,23 @@ def test_an_own_block_in_two_parts_changes_no_gradient(with_rests, wanted, name,
 
 @pytest.mark.parametrize("rotate", routes.TRAVELLERS)
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 2), (3, 1), (8, 2), (8, 1), (6, 3)])
-def test_an_own_block_in_two_parts_with_grouped_heads(with_rests, wanted, heads, groups, rotate):
+def test_two_lanes_with_grouped_heads(in_lanes, wanted, heads, groups, rotate):
     for name in ("causal", "past"):  # with and without work for the own block
         (q, k, v, dout, dlse), reference = wanted(name, heads, groups)
         given = {"size": 2, "layout": "contiguous", "rotate": rotate} | MASKS[name](SIZE)
         check(played.attention(q, k, v, dout, dlse=dlse, **given), reference)
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 1), (8, 1), (2, 2), (16, 16), (32, 8), (8, 2), (9, 3)])
-def test_the_parts_of_a_block_are_all_its_heads_once_and_whole_groups(heads, groups):
-    (q_first, k_first), (q_rest, k_rest) = (ring.heads_of(part, heads, groups) for part in (routes.FIRST, routes.REST))
-    assert (q_first.start, q_first.stop, q_rest.stop) == (0, q_rest.start, heads)
-    size = heads // groups
-    if groups > 1:
-        assert (k_first.start, k_first.stop, k_rest.stop) == (0, k_rest.start, groups)
-        assert [x * size for x in (k_first.stop, k_rest.stop)] == [q_first.stop, q_rest.stop]
-    else:
-        assert k_first == k_rest == slice(0, 1)
-    assert (heads == 1) == (q_rest.start == q_rest.stop)  # nothing is left of one head
-    assert 0 <= q_rest.stop - q_rest.start <= heads / 2
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (8, 1), (2, 2), (16, 16), (32, 8), (8, 2), (9, 3)])
+def test_lanes_have_all_heads_once_and_whole_groups(in_lanes, heads, groups):
+    q, k = torch.empty(1, 8, heads, 1), torch.empty(1, 8, groups, 1)
+    (found,) = exchange.play(1, lambda transport: lanes.lanes_of(q, k, transport).all)
+    assert len(found) == min(groups, 2) and all(len(range(*x.keys.indices(groups))) >= 1 for x in found)
+    for what, count in (("queries", heads), ("keys", groups)):
+        assert sorted(i for lane in found for i in range(count)[lane.heads(what)]) == list(range(count))
+    for lane in found:
+        assert {i * groups // heads for i in range(heads)[lane.queries]} == set(range(groups)[lane.keys])
+    assert len(lanes.lanes_of(q[:, 1:], k[:, 1:], None).all) == len(lanes.lanes_of(q, k, None).all) == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -176,8 +174,11 @@ class Recorded:
         self.rank, self.size, self.transport = transport.rank, transport.size, transport
         self.events, self.posts = [], []
 
-    def beside(self, device):
-        return self.transport.beside(device)
+    def second_stream(self, device):
+        return self.transport.second_stream(device)
+
+    def beside(self, device, others=()):
+        return self.transport.beside(device, others)
 
     def post(self, sends, receives, what, slow=False):
         self.events.append(f"post {what}")
@@ -249,9 +250,9 @@ def test_blocks_are_posted_before_the_kernel_and_gradients_travel_under_the_next
 
 @pytest.mark.parametrize(
     ("backward", "order"),
-    [(False, "+1 K -1 +2 K -2 +3 K -3 K"), (True, "+1 K -1 +2 K >1 -2 +3 K <1 >2 -3 K <2 ^3 K _3")],
+    [(False, "+1 K K -1 +2 K K -2 +3 K K -3 K K"), (True, "+1 K -1 +2 K K >1 -2 +3 K K <1 >2 -3 K K <2 ^3 K _3")],
 )
-def test_the_last_gradients_come_home_under_the_rest_of_the_own_block(with_rests, backward, order):
+def test_the_last_gradients_come_home_under_what_the_second_lane_has_left(in_lanes, backward, order):
     for rotate, block in (("keys", "keys and values"), ("queries", "queries")):
         for seen in record(4, "contiguous", backward, rotate=rotate, causal=False):
             assert seen.events == events(order, block if backward else "keys and values")
