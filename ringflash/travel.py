@@ -268,8 +268,9 @@ class Sums:
         counts = max((visit.count for visit in route.visits if not visit.own), default=0)
         fp32 = torch.float32
         self._fresh = Pool(counts, shape, fp32, self._device, lanes.follow)
-        # one is on its way while the next is computed; later, lanes would wait for each other
-        self._fresh.stock(min(2, sum(not visit.own and visit.view is not None for visit in route.visits)))
+        # made now: later, lanes would wait for each other. One is on its way while the next is computed;
+        in_use = 2 if transit == fp32 else 1  # a rounded one is free at once
+        self._fresh.stock(min(in_use, sum(not visit.own and visit.view is not None for visit in route.visits)))
         self._arriving = Pool(received, shape, transit, self._device)
         self._totals = Pool(totals, shape, fp32, self._device, lanes.follow)
         self._rounded = None if transit == fp32 else Pool(totals, shape, transit, self._device, lanes.follow)
