@@ -19,8 +19,8 @@ import torch
 from .exchange import Pending, Transport
 from .routes import FIRST, REST, WHOLE
 
-LANE_ROWS = 8192
-"""With fewer local tokens there is one lane: two kernels over so few would not fill a GPU."""
+LANE_ROWS = 16384
+"""With fewer local tokens there is one lane: ordering two kernels for each hop takes the host longer than they run."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,6 +84,7 @@ def test_two_lanes_have_the_bits_of_one(monkeypatch, arrangement, layout, masks,
     lo, hi = mask.intervals(SIZE * LOCAL, SIZE * LOCAL, causal=True, window=window, cu_seqlens=borders)
     segments = LAYOUTS[layout].segments(SIZE * LOCAL, SIZE, 1, Documents(borders, True))
     rank = 3
+    monkeypatch.setattr(lanes, "LANE_ROWS", LOCAL)
     plan = routes.Plan(segments, rank, lo, hi, arrangement=arrangement, inner=2 if arrangement == "double" else None)
     with monkeypatch.context() as patched:
         patched.setattr(Noisy, "second_stream", lambda self, device: None)
