@@ -108,13 +108,27 @@ def rotate_of(rotate: str, layout: Layout | None) -> str:
     return rotate
 
 
+def dtype_of(name: str, dtype: torch.dtype, known: Sequence[torch.dtype] = DTYPES) -> torch.dtype:
+    """One of the known types: of q, k and v unless said."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}={dtype!r} is {type(dtype).__name__}; it must be a torch.dtype")
+    if dtype not in known:
+        raise ValueError(f"{name}={dtype} must be one of {', '.join(map(str, known))}")
+    return dtype
+
+
 def transit_of(transit: torch.dtype) -> torch.dtype:
     """The type of gradients under way."""
-    if not isinstance(transit, torch.dtype):
-        raise TypeError(f"transit={transit!r} is {type(transit).__name__}; it must be a torch.dtype")
-    if transit not in TRANSITS:
-        raise ValueError(f"transit={transit} must be one of {', '.join(map(str, TRANSITS))}")
-    return transit
+    return dtype_of("transit", transit, TRANSITS)
+
+
+def seq_len_of(seq_len: int) -> int:
+    """S, tokens of a whole sequence: as many as positions in int32 can count."""
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int):
+        raise TypeError(f"seq_len={seq_len!r} is {type(seq_len).__name__}; it must be an int")
+    if not 0 < seq_len <= MAX_TOKENS:
+        raise ValueError(f"seq_len={seq_len} must be in [1, {MAX_TOKENS}]")
+    return seq_len
 
 
 def window_of(window: int | None) -> int | None:
@@ -239,6 +253,18 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ValueError(f"{name} has shape {shape}; it must be [batch, tokens, heads, head dimension]")
 
 
+def check_head_dim(what: str, head_dim: int) -> None:
+    """A head dimension that the kernels compute. what: begins the sentence which refuses it, as in "head_dim=80"."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"{what} must be one of {HEAD_DIMS}")
+
+
+def check_heads(what: str, heads: int, of: str, groups: int) -> None:
+    """Query heads share key/value heads evenly. what, of: how the sentence which refuses them calls either."""
+    if heads < 1 or groups < 1 or heads % groups:
+        raise ValueError(f"{what} must be a multiple of {of}")
+
+
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Sizes, dtypes and devices of q, k, v belong together."""
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
@@ -251,11 +277,11 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} must have the same shape")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]} and k has {k.shape[0]}; they must be equal")
-    if q.shape[3] != k.shape[3] or q.shape[3] not in HEAD_DIMS:
+    if q.shape[3] != k.shape[3]:
         widths = f"q has head dimension {q.shape[3]} and k has {k.shape[3]}"
         raise ValueError(f"{widths}; both must be the same of {HEAD_DIMS}")
-    if k.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"q has {q.shape[2]} heads, which must be a multiple of the {k.shape[2]} heads of k and v")
+    check_head_dim(f"q has head dimension {q.shape[3]}, which", q.shape[3])
+    check_heads(f"q has {q.shape[2]} heads, which", q.shape[2], f"the {k.shape[2]} heads of k and v", k.shape[2])
     if max(q.shape[1], k.shape[1]) > MAX_TOKENS:
         raise ValueError(f"q has {q.shape[1]} tokens and k has {k.shape[1]}; at most {MAX_TOKENS} fit int32 positions")
 

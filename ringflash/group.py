@@ -137,7 +137,7 @@ class Ring:
         windows: for layout="auto" alone: the windows of the calls that will use it, None for one without
         Raises: ValueError, TypeError, naming the value and what would be accepted.
         """
-        self._check_len(seq_len)
+        self._check_divides(arguments.seq_len_of(seq_len))
         causal = arguments.causal_of(causal, intervals)
         with torch.inference_mode(False):  # a layout made inside inference_mode may be used in training
             borders = arguments.cu_seqlens_of(cu_seqlens, seq_len)
@@ -171,11 +171,7 @@ class Ring:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
         return Layout(self, seq_len, causal, borders, bounds, table, name)
 
-    def _check_len(self, seq_len: int) -> None:
-        if isinstance(seq_len, bool) or not isinstance(seq_len, int):
-            raise TypeError(f"seq_len={seq_len!r} is {type(seq_len).__name__}; it must be an int")
-        if not 0 < seq_len <= arguments.MAX_TOKENS:
-            raise ValueError(f"seq_len={seq_len} must be in [1, {arguments.MAX_TOKENS}]")
+    def _check_divides(self, seq_len: int) -> None:
         rules = LAYOUTS if self.layout_name == AUTO else [self.layout_name]
         multiple = min(LAYOUTS[name].multiple(self.ring_size, self.ulysses) for name in rules)
         if seq_len % multiple:

@@ -118,27 +118,24 @@ def suggest(
     Source: overlap, Liu et al., arXiv:2310.01889; double ring, arXiv:2406.18485; all-to-all, arXiv:2309.14509; queries
         that travel, arXiv:2403.09347.
     """
-    for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("seq_len", seq_len),
+    for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim),
                         ("gpus_per_node", gpus_per_node), ("nodes", nodes)):  # fmt: skip
         _whole(name, count)
     if memory_bytes is not None:
         _whole("memory_bytes", memory_bytes)
-    if heads % kv_heads:
-        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+    # what `attention` and `Ring.layout` refuse is not predicted
+    arguments.check_head_dim(f"head_dim={head_dim}", head_dim)
+    arguments.check_heads(f"heads={heads}", heads, f"kv_heads={kv_heads}", kv_heads)
+    arguments.seq_len_of(seq_len)
     if (network_bytes_per_s is None) == (nodes > 1):
         need = "needed with several nodes" if nodes > 1 else "of no use on one node; leave it out"
         raise ValueError(f"network_bytes_per_s={network_bytes_per_s} with nodes={nodes}: it is {need}")
     network = 0.0 if network_bytes_per_s is None else _rate("network_bytes_per_s", network_bytes_per_s)
-    for name, kind, known in (
-        ("dtype", dtype, arguments.DTYPES),
-        ("transit", transit, (torch.float32, torch.bfloat16)),
-    ):
-        if kind not in known:
-            raise ValueError(f"{name}={kind} must be one of {', '.join(map(str, known))}")
     problem = _Problem(
         heads, kv_heads, head_dim, seq_len, gpus_per_node, nodes, _rate("link_bytes_per_s", link_bytes_per_s), network,
         _rate("forward_flops_per_s", forward_flops_per_s), _rate("backward_flops_per_s", backward_flops_per_s),
-        arguments.flag_of("causal", causal), dtype.itemsize, transit.itemsize,
+        arguments.flag_of("causal", causal), arguments.dtype_of("dtype", dtype).itemsize,
+        arguments.transit_of(transit).itemsize,
     )  # fmt: skip
     return _chosen(problem, memory_bytes)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ringflash
+from ringflash import arguments
 
 # 2^20 tokens, 32:8 heads of 128, bf16: 4 D H pairs = 16384 * 2^39 flops in all
 GIVEN = {
@@ -109,6 +110,12 @@ def test_what_does_not_fit_is_shown_and_not_chosen():
     [
         ({"heads": 12}, ValueError, "heads=12 must be a multiple of kv_heads=8"),
         ({"heads": 0}, ValueError, "heads=0 must be at least 1"),
+        ({"head_dim": 80}, ValueError, r"head_dim=80 must be one of \(16, 32, 64, 96, 128, 192, 256\)"),
+        ({"head_dim": 512}, ValueError, "head_dim=512 must be one of"),
+        ({"seq_len": 2**31}, ValueError, r"seq_len=2147483648 must be in \[1, 2147483647\]"),
+        ({"seq_len": 2.0**20}, TypeError, "seq_len=1048576.0 is float"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype='bfloat16' is str; it must be a torch.dtype"),
+        ({"transit": "float32"}, TypeError, "transit='float32' is str; it must be a torch.dtype"),
         ({"nodes": 2.0}, TypeError, "nodes=2.0 is float"),
         ({"nodes": 2}, ValueError, "network_bytes_per_s=None with nodes=2: it is needed"),
         ({"network_bytes_per_s": 1e9}, ValueError, "of no use on one node"),
@@ -124,3 +131,22 @@ def test_what_does_not_fit_is_shown_and_not_chosen():
 def test_what_makes_no_sense_is_refused(changed, error, words):
     with pytest.raises(error, match=words):
         ringflash.suggest(**GIVEN | changed)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (8, 3), (2, 4)])
+@pytest.mark.parametrize("head_dim", [8, 16, 48, 96, 100, 192, 256, 320])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_what_attention_refuses_is_not_suggested(heads, kv_heads, head_dim, dtype):
+    q, k = (torch.empty(1, 16, count, head_dim, dtype=dtype, device="meta") for count in (heads, kv_heads))
+
+    def refuses(function, *args, **given) -> bool:
+        try:
+            function(*args, **given)
+        except (TypeError, ValueError):
+            return True
+        return False
+
+    asked = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    refused = refuses(ringflash.explain, q, k, k, kernel="eager")
+    assert refuses(ringflash.suggest, **GIVEN | asked) == refused
+    assert refused == (dtype not in arguments.DTYPES or head_dim not in arguments.HEAD_DIMS or heads % kv_heads > 0)
