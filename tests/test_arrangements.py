@@ -259,6 +259,34 @@ def test_what_rotates_is_refused_where_nothing_does():
             function(q, k, v, rotate="keys")
         with pytest.raises(ValueError, match="rotate='values' is unknown; it must be one of auto, keys, queries"):
             function(q, k, v, rotate="values", layout=Ring().layout(8))
+        for rotate in routes.TRAVELLERS:
+            with pytest.raises(ValueError, match=rf"rotate='{rotate}' with a layout of ring size 1 \(ranks=1, uly"):
+                function(q, k, v, rotate=rotate, layout=Ring().layout(8))
+    whole = ring_at(0, 2, "zigzag", 2).layout(8)  # heads travel, blocks do not
+    with pytest.raises(ValueError, match=r"rotate='keys' with a layout of ring size 1 \(ranks=2, ulysses=2\)"):
+        ringflash.explain(*(x[:, :4] for x in (q, k, v)), rotate="keys", layout=whole)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ()),
+        ({"arrangement": "ring"}, ()),
+        ({"arrangement": "gather"}, ("arrangement=gather: nothing to act on in a ring of size 1",)),
+        ({"arrangement": "double", "topology": "hosts", "transit": torch.bfloat16},
+         ("arrangement=double and transit=torch.bfloat16: nothing to act on in a ring of size 1",)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_ring_of_one_takes_the_words_of_a_large_one_and_explain_says_which_are_idle(given, words):
+    q, k, v, dout, dlse = inputs(8)
+    alone = Ring(**given)
+    assert ringflash.explain(q, k, v, layout=alone.layout(8)).warnings == words
+    check(on_ring(alone, (q, k, v, dout, dlse), {}), want(q, k, v, dout, dlse))
+    several = ring_at(0, 2, "zigzag")
+    several.arrangement, several.transit = alone.arrangement, alone.transit
+    told_of = ringflash.explain(*(x[:, :4] for x in (q, k, v)), layout=several.layout(8))
+    assert not any("nothing to act on" in text for text in told_of.warnings)
 
 
 # --- the layout that suits a mask

@@ -12,7 +12,7 @@ import pytest
 import training
 
 from train import __main__ as entry
-from train import report, verdict
+from train import report, verdict, world
 
 ROOT = Path(__file__).parents[1]
 
@@ -125,6 +125,28 @@ def test_a_refusal_after_the_start_is_one_sentence_too(config):
     assert done.returncode != 0
     assert verdicts[0].code == 2
     assert "hiden_act" in verdicts[0].error
+
+
+def test_a_config_of_many_gpus_trains_without_a_ring_and_its_idle_words_are_told(config):
+    words = {"ring": 1, "transit": "bfloat16", "arrangement": "gather"}
+    done, verdicts = torchrun(config, "train.steps=1", *(f"parallel.{key}={value}" for key, value in words.items()))
+    assert [verdicts[rank].code for rank in sorted(verdicts)] == [0, 0], done.stderr
+    told = "parallel.arrangement = 'gather' and parallel.transit = 'bfloat16': nothing to act on where parallel.ring"
+    assert done.stderr.count(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("ring", "words", "told"),
+    [
+        (1, {}, []),
+        (1, {"arrangement": "ring", "transit": "float32"}, []),
+        (1, {"arrangement": "gather"}, ["parallel.arrangement = 'gather': nothing to act on"]),
+        (2, {"arrangement": "gather", "transit": "bfloat16"}, []),
+    ],
+)
+def test_words_that_act_are_not_told(ring, words, told):
+    config = training.config_of(".", mesh=(1, ring, 1), data={"path": "stdlib"}, parallel=words)
+    assert [line.partition(" where")[0] for line in world.idle_words(config)] == told
 
 
 def metrics(folder, losses, rates=None):

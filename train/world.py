@@ -136,7 +136,8 @@ def start(config: Config, place: Place) -> Iterator[World]:
     device = device_of(place)
     caches, told = keep_caches(config.train.name)
     if place.local_rank == 0:
-        print(f"ringflash: {told}", file=sys.stderr)
+        for line in (told, *idle_words(config)):
+            print(f"ringflash: {line}", file=sys.stderr)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for it when it is imported
     else:
@@ -179,6 +180,14 @@ def connect(config: Config, device: torch.device) -> World:
     return World(
         rank, size, device, ring, rank // shared, data_size, control, writing, lifeline, board, restarted, windows
     )
+
+
+def idle_words(config: Config) -> list[str]:
+    """What is to be told of keys that change nothing: one config file serves one GPU and many, so they are no error."""
+    parallel = config.parallel
+    given = [("arrangement", parallel.arrangement, (None, "ring")), ("transit", parallel.transit, ("float32",))]
+    said = [f"parallel.{name} = {value!r}" for name, value, plain in given if value not in plain]
+    return [f"{' and '.join(said)}: nothing to act on where parallel.ring = 1"] if said and parallel.ring == 1 else []
 
 
 def device_of(place: Place) -> torch.device:

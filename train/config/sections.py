@@ -131,11 +131,13 @@ class Parallel(Section):
     """DeepSpeed ZeRO stage, over all ranks."""
     arrangement: Literal["ring", "double", "gather"] | None = None
     """How ranks pass blocks on: one ring; a ring of nodes around rings of ranks; all at once, whose memory grows with
-    the sequence. Left out: double where parallel.topology tells of several nodes in a ring, else ring."""
+    the sequence. Left out: double where parallel.topology tells of several nodes in a ring, else ring. Changes nothing
+    in a ring of 1."""
     topology: Count | Literal["hosts"] | None = None
     """Which ranks of a ring share a node: so many that follow each other, or those with one host name."""
     transit: Literal["float32", "bfloat16"] = "float32"
-    """Type of gradients on their way round the ring; bfloat16 moves half the bytes and is rounded at every hop."""
+    """Type of gradients on their way round the ring; bfloat16 moves half the bytes and is rounded at every hop.
+    Changes nothing in a ring of 1."""
 
 
 class Optimizer(Section):
