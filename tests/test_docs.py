@@ -1,4 +1,4 @@
-"""Documents show what the result files say, and name files that exist."""
+"""Documents show what the result files say, name files that exist, and their examples run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import training
+from oracle import check, inputs, want
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -20,6 +23,45 @@ def test_documents_are_rendered_from_the_result_files():
         [sys.executable, ROOT / "docs/render.py", "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def examples_of_the_readme() -> tuple[dict[str, torch.Tensor], list[tuple[str, int]], tuple[int, ...]]:
+    """Body: results of the library's example on 64 tokens, its first calls of torch, the shape of the logits."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    library, hugging_face = blocks
+    assert len(library.splitlines()) <= 10 and library.count("1_048_576") == 1
+    calls: list[tuple[str, int]] = []
+    dist, plain = torch.distributed, (torch.cuda.set_device, torch.distributed.init_process_group)
+    torch.cuda.set_device = lambda device: calls.append(("set_device", device))
+    dist.init_process_group = lambda: calls.append(("init_process_group", dist.get_world_size()))  # this world's, made
+    try:
+        device = torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        leaves = [x.to(device).requires_grad_() for x in inputs(64)[:3]]
+        names = dict(zip("qkv", leaves, strict=True))
+        exec(library.replace("1_048_576", "64"), names)
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        names |= {"AutoModelForCausalLM": AutoModelForCausalLM, "config": LlamaConfig(**training.LLAMA)}
+        names["ids"] = torch.arange(64, device=device)[None]
+        hugging_face, call = hugging_face.rstrip().rsplit("\n", 1)
+        with device:
+            exec(hugging_face, names)
+            logits = eval(call, names).logits
+    finally:
+        torch.cuda.set_device, dist.init_process_group = plain
+    layout = names["layout"]
+    sums = [layout.unshard(layout.shard(x.grad)) for x in leaves]
+    whole = (layout.unshard(names["out"].detach()), layout.unshard(names["lse"].detach(), 2), *sums)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (x.cpu() for x in whole), strict=True)), calls, logits.shape
+
+
+def test_the_examples_of_the_readme_run_each_process_on_its_own_gpu(two):
+    q, k, v, _, dlse = inputs(64)
+    wanted = want(q, k, v, torch.ones_like(q), torch.zeros_like(dlse))
+    for rank, (results, calls, logits) in enumerate(two(examples_of_the_readme)):
+        check(results, wanted)
+        assert calls == [("set_device", rank), ("init_process_group", 2)]
+        assert logits == (1, 32, training.LLAMA["vocab_size"])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
