@@ -57,6 +57,14 @@ def two(request: pytest.FixtureRequest, pool: Callable[..., World]) -> World:
     return pool(2, request.param)
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder of text files to train on."""
+    import training  # and with it transformers and DeepSpeed, which few tests need
+
+    return training.write_texts(tmp_path_factory.mktemp("texts"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", help="write outcomes and recorded errors to this JSON file")
     parser.addoption("--commit", help="the commit that is tested, where the checkout has no git history")

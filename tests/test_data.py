@@ -8,7 +8,6 @@ from itertools import islice
 import corpora
 import numpy as np
 import pytest
-import training
 
 import ringflash
 from train import data
@@ -19,11 +18,6 @@ from train.data.stream import Corpus, Piece, Place, Stream
 from train.data.tokens import ByteTokenizer, labels_of
 
 IGNORED = data.IGNORED
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return training.write_texts(tmp_path_factory.mktemp("texts"))
 
 
 def stream_of(folder, *, length=64, seed=0, shuffle=True, pattern="**/*.txt"):

@@ -9,7 +9,6 @@ import corpora
 import evaluating
 import numpy as np
 import pytest
-import training
 
 from train import data
 from train.config import ConfigError, Needle, Source
@@ -20,11 +19,6 @@ from train.evaluation.needle import FILLER, Haystack
 from train.evaluation.result import Cell, Range
 
 DRAWING_S = 6.0
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return training.write_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture(scope="module")

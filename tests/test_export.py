@@ -23,15 +23,15 @@ from train.config import Config
 STRETCHED = {"type": "linear", "factor": 4.0}
 ROPE = {"type": "dynamic", "factor": 2.0, "original_length": 24}
 TIED = training.LLAMA | {"tie_word_embeddings": True}
-LORA = {"rank": 3, "alpha": 6, "targets": ["q_proj", "down_proj"]}
 # name -> family of the folder it starts from or None, mesh, ZeRO, other keys
 RUNS = {
     "llama": ("llama", (2, 1, 1), 0, {}),
     "tied-bf16": (None, (1, 2, 1), 2, {"model": {"architecture": "llama", "config": TIED, "dtype": "bfloat16"}}),
     "dynamic": (None, (1, 2, 1), 1, {"model": {"architecture": "llama", "config": training.LLAMA, "rope": ROPE}}),
     "experts": ("qwen3_moe", (1, 2, 1), 3, {}),
-    "lora": ("llama", (1, 2, 1), 3, {"lora": LORA, "train": {"trainable": "lora"}, "model": {"rope": STRETCHED}}),
-}
+    "lora": ("llama", (1, 2, 1), 3,
+             {"lora": training.LORA, "train": {"trainable": "lora"}, "model": {"rope": STRETCHED}}),
+}  # fmt: skip
 
 
 def trained(config):
@@ -77,10 +77,6 @@ def runs(pool, tmp_path_factory):
     return made
 
 
-def tokens():
-    return torch.randint(260, (1, training.LENGTH), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "lora"])
 def test_R82_from_pretrained_has_the_weights_and_the_logits(runs, tmp_path, name):
     config, weights, path = runs[name]
@@ -95,7 +91,7 @@ def test_R82_from_pretrained_has_the_weights_and_the_logits(runs, tmp_path, name
     used = model.config_of(config.model, training.LENGTH)
     want = AutoModelForCausalLM.from_config(used, dtype=model.DTYPES[config.model.dtype]).eval()
     want.load_state_dict(weights, strict=name != "tied-bf16")
-    assert torch.equal(got(tokens()).logits, want(tokens()).logits)
+    assert torch.equal(got(training.tokens()).logits, want(training.tokens()).logits)
     table = json.loads((tmp_path / "out" / "config.json").read_text())
     assert table["rope_parameters"]["rope_type"] == "default"
     assert (tmp_path / "out" / "generation_config.json").is_file()
@@ -122,10 +118,10 @@ def test_an_adapter_is_loaded_by_peft_and_gives_the_logits(runs, tmp_path):
     ringflash.hf.register(ring, name=model.ATTENTION)
     ours = model.build(config, torch.device("cpu"))
     ours.decoder.load_state_dict(weights)
-    want = ours(tokens(), None, ring.layout(training.LENGTH))
-    assert error(want, got(tokens()).logits) <= 1e-5
+    want = ours(training.tokens(), None, ring.layout(training.LENGTH))
+    assert error(want, got(training.tokens()).logits) <= 1e-5
     untold = PeftModel.from_pretrained(training.from_folder(config.model.pretrained), tmp_path / "out").eval()
-    assert error(want, untold(tokens()).logits) > 1e-3, "the base folder's own frequencies are others"
+    assert error(want, untold(training.tokens()).logits) > 1e-3, "the base folder's own frequencies are others"
 
 
 def test_adapters_go_on_beside_their_base_wherever_it_is_and_beside_no_other(pool, runs, tmp_path):

@@ -29,11 +29,6 @@ from train.out_of_memory import OutOfMemoryError, explained
 HOST = os.uname().nodename
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return training.write_texts(tmp_path_factory.mktemp("texts"))
-
-
 def config_of(texts, folder, *, zero=1, dtype="float32", steps=4, mesh=(1, 2, 1), checkpoint=None, **train):
     keys = {"name": "tiny", "steps": steps, "global_batch": 4, "seed": 3, "self_test": False}
     return training.config_of(

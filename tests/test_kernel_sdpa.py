@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import masks
 import numpy as np
+import oracle
 import played
 import pytest
 import torch
 from conftest import TOLERANCE, error
+from oracle import NAMES, check, want
 
 import ringflash
 from ringflash import mask
@@ -30,7 +33,7 @@ MASKS = {
     "any": {"intervals": "any"},
     "any, causal": {"intervals": "any", "causal": True},
 }
-NAMES = ("out", "lse", "dq", "dk", "dv")
+got = functools.partial(oracle.got, kernel="sdpa")
 
 
 def intervals(name: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,26 +64,6 @@ def inputs(
         for length, count in ((queries, heads), (keys, groups), (keys, groups), (queries, heads))
     )
     return q, k, v, dout, torch.randn(batch, heads, queries, generator=generator).to(device)
-
-
-def want(q, k, v, dout, dlse, **arguments) -> dict[str, torch.Tensor]:
-    """What the fp64 reference says, gradients included."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, lse = ringflash.reference.attention(*leaves, return_lse=True, **arguments)
-    loss = (out * dout.double()).sum() + (lse.masked_fill(lse.isinf(), 0.0) * dlse.double()).sum()
-    return dict(zip(NAMES, (out, lse, *torch.autograd.grad(loss, leaves)), strict=True))
-
-
-def got(q, k, v, dout, dlse, **arguments) -> dict[str, torch.Tensor]:
-    """The same through the public function."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = ringflash.attention(*leaves, return_lse=True, kernel="sdpa", **arguments)
-    return dict(zip(NAMES, (out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse))), strict=True))
-
-
-def check(results: dict, wanted: dict, dtype: torch.dtype = torch.float32) -> None:
-    errors = {name: error(results[name].detach(), wanted[name].detach()) for name in NAMES}
-    assert all(value <= TOLERANCE[dtype] for value in errors.values()), errors
 
 
 def paint(view: mask.View) -> np.ndarray:

@@ -12,13 +12,6 @@ import ringflash
 from train import engine, flops, lora, loss, model, probe
 from train.config import ConfigError
 
-LORA = {"rank": 3, "alpha": 6, "targets": ["q_proj", "down_proj"]}
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return training.write_texts(tmp_path_factory.mktemp("texts"))
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -27,7 +20,7 @@ def folder(tmp_path_factory):
 
 def adapted(folder, texts, **changes):
     train = {"name": "tiny", "steps": 3, "global_batch": 4, "seed": 3, "self_test": False, "trainable": "lora"}
-    return training.pretrained(folder, texts, train=train, lora=LORA, **changes)
+    return training.pretrained(folder, texts, train=train, lora=training.LORA, **changes)
 
 
 def train_with_probes(config):

@@ -37,11 +37,6 @@ MESHES = {
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return training.write_texts(tmp_path_factory.mktemp("texts"))
-
-
-@pytest.fixture(scope="module")
 def alone(texts):
     """alone(optimizer, steps): "mixed" labels, in this process, on a GPU, in fp32."""
 

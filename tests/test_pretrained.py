@@ -17,11 +17,6 @@ from train.config import ConfigError, check_paths, heads, resolve
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return training.write_texts(tmp_path_factory.mktemp("texts"))
-
-
-@pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """family -> a folder with a random model in several shards, as transformers saves it."""
     return {family: training.save_model(family, tmp_path_factory.mktemp(family)) for family in training.FAMILIES}

@@ -14,11 +14,6 @@ from train.config import check_paths
 PAIRS = [(0, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "float32")]
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return training.write_texts(tmp_path_factory.mktemp("texts"))
-
-
 def config_of(texts, folder, *, zero=1, mesh=(1, 2, 1), steps=4, dtype="float32", **checkpoint):
     """Deterministic, which changes nothing on a CPU."""
     return training.config_of(

@@ -39,10 +39,6 @@ def run_of(kind, *, length=training.LENGTH, layout="zigzag", ring=1, family="lla
     )
 
 
-def tokens(length=training.LENGTH):
-    return torch.randint(260, (1, length), generator=torch.Generator().manual_seed(1))
-
-
 def on_a_ring(layout_name):
     """Body: for each type, with and without documents, the error of this rank's logits against one process."""
     errors = {}
@@ -50,7 +46,7 @@ def on_a_ring(layout_name):
         config = run_of(kind, layout=layout_name, ring=4)
         layout = training.join(config).ring.layout(training.LENGTH, cu_seqlens=borders)
         ringflash.hf.register(layout.ring, name=model.ATTENTION)
-        got = model.build(config, torch.device("cpu"))(layout.shard(tokens()), None, layout)
+        got = model.build(config, torch.device("cpu"))(layout.shard(training.tokens()), None, layout)
         torch.manual_seed(config.train.seed)
         alone = model.build_decoder(
             model.config_of(config.model, training.LENGTH),
@@ -58,7 +54,7 @@ def on_a_ring(layout_name):
             attention="eager",
             device=torch.device("cpu"),
         )
-        parts = [alone(tokens()[:, a:b], use_cache=False).logits for a, b in itertools.pairwise(borders)]
+        parts = [alone(training.tokens()[:, a:b], use_cache=False).logits for a, b in itertools.pairwise(borders)]
         want = torch.cat([*parts, torch.zeros(1, training.LENGTH - borders[-1], 260)], 1)
         valid = layout.positions < borders[-1]
         errors[kind, borders[-1]] = error(got[:, valid], layout.shard(want)[:, valid])
@@ -93,12 +89,12 @@ def test_frequencies_are_those_of_transformers_for_the_length_of_the_run(kind, l
     assert frozen.max_position_embeddings >= length
     ours = AutoModelForCausalLM.from_config(frozen).eval()
     ours.load_state_dict(want.state_dict())
-    assert error(ours(tokens(length)).logits, want(tokens(length)).logits) <= 1e-5
-    short = ours(tokens(8)).logits
-    ours(tokens(length))
-    assert torch.equal(ours(tokens(8)).logits, short), "they depend on the batch"
+    assert error(ours(training.tokens(length)).logits, want(training.tokens(length)).logits) <= 1e-5
+    short = ours(training.tokens(8)).logits
+    ours(training.tokens(length))
+    assert torch.equal(ours(training.tokens(8)).logits, short), "they depend on the batch"
     if kind in ("dynamic", "longrope") and length > ORIGINAL:
-        assert error(theirs(config)(tokens(8)).logits, short) > 1e-3, "the case tells nothing"
+        assert error(theirs(config)(training.tokens(8)).logits, short) > 1e-3, "the case tells nothing"
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -109,12 +105,12 @@ def test_a_library_user_s_model_runs_once_its_config_is_frozen(kind):
     layout = ring.layout(training.LENGTH)
     call = {"position_ids": layout.position_ids[None], "layout": layout, "use_cache": False}
     with pytest.raises(ValueError, match=rf"rope_type='{kind}' .*freeze_rope"):
-        AutoModelForCausalLM.from_config(config, attn_implementation="ring")(tokens(), **call)
+        AutoModelForCausalLM.from_config(config, attn_implementation="ring")(training.tokens(), **call)
     frozen = ringflash.hf.freeze_rope(config, training.LENGTH)
     assert config.rope_parameters["rope_type"] == kind, "the given one is changed"
     torch.manual_seed(5)
-    got = AutoModelForCausalLM.from_config(frozen, attn_implementation="ring")(tokens(), **call).logits
-    assert error(got, theirs(run_of(kind))(tokens()).logits) <= 1e-5
+    got = AutoModelForCausalLM.from_config(frozen, attn_implementation="ring")(training.tokens(), **call).logits
+    assert error(got, theirs(run_of(kind))(training.tokens()).logits) <= 1e-5
 
 
 def test_in_gemma_the_layers_with_a_window_keep_theirs():

@@ -19,11 +19,6 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return training.write_texts(tmp_path_factory.mktemp("texts"))
-
-
-@pytest.fixture(scope="module")
 def alone(texts):
     """alone(optimizer, steps): "mixed" labels, in this process."""
 

@@ -56,6 +56,8 @@ FAMILIES = {
     },
 }  # fmt: skip
 
+LORA = {"rank": 3, "alpha": 6, "targets": ["q_proj", "down_proj"]}
+
 OPTIMIZERS = {
     "sgd": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "warmup_steps": 2, "schedule": "linear"},
     "adamw": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "min_lr": 1e-4},
@@ -87,6 +89,11 @@ def config_of(
     for section, keys in changes.items():
         tables[section] = ({} if "pretrained" in keys else tables.get(section, {})) | keys
     return Config.model_validate(tables)
+
+
+def tokens(length: int = LENGTH) -> torch.Tensor:
+    """[1, length] for the vocabulary of LLAMA, the same on every process."""
+    return torch.randint(LLAMA["vocab_size"], (1, length), generator=torch.Generator().manual_seed(1))
 
 
 def save_model(family: str, folder: Path) -> Path:
