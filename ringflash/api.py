@@ -53,8 +53,8 @@ def attention(
     deterministic: gradients are bitwise equal in repeated calls; a kernel that cannot raises. So is it where
         torch.use_deterministic_algorithms is on
     rotate: what travels in the backward of a ring: "keys" and values with their gradients, "queries" with theirs, or
-        "auto": whichever moves fewer bytes for these heads, types and this mask; where nothing travels, without layout=
-        or in a ring of size 1, "auto" is all that is taken
+        "auto": whichever moves fewer bytes for these heads, types and this mask. In a ring of size 1 nothing travels:
+        `explain` warns of it; without layout= it is refused
     sinks: [H], any float type, finite, or -inf for none: a logit of each query head, not multiplied by scale, that is
         one more key of every query, with value 0; lse has it in it, and a query that sees no key has lse = sink. Its
         gradient is that of this rank's queries, so parameters are summed over ranks, as all are. A call with sinks
@@ -220,7 +220,7 @@ def _explain_ring(
     warnings = _pieces(choice.kernel, plan, back)
     if layout.name == "striped" and (size := stripe(layout.seq_len, ring.ring_size, ring.ulysses)) < 64:
         warnings.append(f"stripes of {size} tokens are shorter than a tile: choose a length whose S / n divides by 64")
-    warnings += _idle(ring)
+    warnings += _idle(ring, rotate)
     forward = sizes.bytes_of(there.what, there.sent_rows()[0], 0) + heads[0]
     backward = sizes.bytes_of(back.what, *back.sent_rows()) + heads[1]
     share = pairs / mean if mean else 1.0
@@ -238,9 +238,10 @@ def _pieces(kernel: str, plan: OneDevice | Plan, back: Route) -> list[str]:
     return [f"kernel {kernel} cuts this rank's hops into {counts} pieces and joins them; kernel='triton' needs no cut"]
 
 
-def _idle(ring: Ring) -> list[str]:
+def _idle(ring: Ring, rotate: str) -> list[str]:
     """What `explain` tells of words that a program for any number of GPUs may say of its ring."""
-    given = [("arrangement", ring.arrangement, "ring"), ("transit", ring.transit, torch.float32)]
+    given = [("arrangement", ring.arrangement, "ring"), ("transit", ring.transit, torch.float32),
+             ("rotate", rotate, "auto")]  # fmt: skip
     said = [f"{name}={value}" for name, value, plain in given if value != plain]
     return [f"{' and '.join(said)}: nothing to act on in a ring of size 1"] if said and ring.ring_size == 1 else []
 

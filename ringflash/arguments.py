@@ -105,11 +105,6 @@ def rotate_of(rotate: str, layout: Layout | None) -> str:
         raise ValueError(f"rotate={rotate!r} is unknown; it must be one of {', '.join(words)}")
     if rotate != "auto" and layout is None:
         raise ValueError(f"rotate={rotate!r} needs layout=: on one device nothing travels")
-    if rotate != "auto" and layout is not None and layout.ring.ring_size == 1:
-        raise ValueError(
-            f"rotate={rotate!r} with a layout of ring size 1 (ranks={layout.ring.size}, "
-            f"ulysses={layout.ring.ulysses}): nothing travels round it; it must be 'auto'"
-        )
     return rotate
 
 

@@ -44,7 +44,7 @@ class Ring:
         at every hop; sums are fp32 in both
 
     A ring of size 1 takes the same words as a large one, so that a program and its configuration go from one GPU to
-    many unchanged: nothing is passed on then, and `explain` warns of an arrangement or transit without effect.
+    many unchanged: nothing is passed on then, and `explain` warns of words without effect.
 
     size, rank, ulysses: n, this process's rank in the group, U
     Raises: ValueError, TypeError; ValueError on every rank if the ranks were given different arguments.

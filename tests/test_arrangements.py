@@ -259,12 +259,17 @@ def test_what_rotates_is_refused_where_nothing_does():
             function(q, k, v, rotate="keys")
         with pytest.raises(ValueError, match="rotate='values' is unknown; it must be one of auto, keys, queries"):
             function(q, k, v, rotate="values", layout=Ring().layout(8))
-        for rotate in routes.TRAVELLERS:
-            with pytest.raises(ValueError, match=rf"rotate='{rotate}' with a layout of ring size 1 \(ranks=1, uly"):
-                function(q, k, v, rotate=rotate, layout=Ring().layout(8))
+
+
+def test_rotate_is_taken_in_a_ring_of_one_and_explain_says_that_it_is_idle():
+    q, k, v, dout, dlse = inputs(8)
+    for rotate in routes.TRAVELLERS:
+        check(on_ring(Ring(), (q, k, v, dout, dlse), {}, rotate=rotate), want(q, k, v, dout, dlse))
+        told = (f"rotate={rotate}: nothing to act on in a ring of size 1",)
+        assert ringflash.explain(q, k, v, rotate=rotate, layout=Ring().layout(8)).warnings == told
     whole = ring_at(0, 2, "zigzag", 2).layout(8)  # heads travel, blocks do not
-    with pytest.raises(ValueError, match=r"rotate='keys' with a layout of ring size 1 \(ranks=2, ulysses=2\)"):
-        ringflash.explain(*(x[:, :4] for x in (q, k, v)), rotate="keys", layout=whole)
+    (told,) = ringflash.explain(*(x[:, :4] for x in (q, k, v)), rotate="keys", layout=whole).warnings
+    assert told == "rotate=keys: nothing to act on in a ring of size 1"
 
 
 @pytest.mark.parametrize(
