@@ -27,7 +27,10 @@ SHARE = ["seconds", "as measured", "without the first call"]
 PUBLISHED_S = 380
 """Qwen3-8B, 1,048,576 tokens, 8 H100, PyTorch's context parallel with cuDNN: the best public figure that we know."""
 
-LONGEST = ["switches", "[memory]", "longest, tokens", "what ends it", "a step, s", "5% less", "5% more", "forced"]
+LONGEST = [
+    "switches", "[memory]", "longest, tokens", "what ends it", "a step, s", "5% less", "its peak, GB", "predicted",
+    "5% more", "forced",
+]  # fmt: skip
 LARGEST = "python benchmarks/train_step.py --largest --switches NAME --window 4096 --device-gb 150.1 --host-gb 137"
 """For each set of switches; 150.1 and 137 are an H200's and its machine's."""
 
@@ -121,7 +124,8 @@ def parts(row: Row) -> Iterator[list[str]]:
 
 def longest(rows: list[Row]) -> list[list[str]]:
     """By set of switches: what is predicted, and what became of the steps 5% below and above where they were tried."""
-    found = {row["switches"]: row for row in rows}
+    found = {row["switches"]: row for row in rows if "tried" in row}
+    peaks = {(row["length"], str(row["memory"])): row for row in rows if "tried" not in row}
     lines = []
     for name in steps.SETS:
         asked = steps.parsed(shlex.split(LARGEST.replace("NAME", name))[2:])
@@ -131,7 +135,9 @@ def longest(rows: list[Row]) -> list[list[str]]:
         ended = said["predicted_peak"]["name"] if lengths.lack == "GPU" else "host memory"
         tried = {(one["length"] < row["longest"], one["forced"]): f"{one['length']:,} {one['outcome']}"
                  for row in (found.get(name),) if row for one in row["tried"]}  # fmt: skip
-        cells = [tried.get(key, "") for key in ((True, False), (False, False), (False, True))]
+        step = peaks.get((lengths.below, str(found[name]["memory"]))) if name in found else None
+        both = [f"{step[key] / 1e9:.1f}" if step else "" for key in ("peak_allocated_bytes", "predicted_peak_bytes")]
+        cells = [tried.get((True, False), ""), *both, tried.get((False, False), ""), tried.get((False, True), "")]
         lines.append([name, f"`{steps.switches(steps.USUAL | steps.SETS[name])}`", f"{lengths.longest:,}", ended,
                       f"{said['predicted_seconds']:.0f}", *cells])  # fmt: skip
     return lines
