@@ -123,12 +123,12 @@ FAULTS = [
     ),
     Fault(
         "dk, dv of the last queries that came", "ringflash/ring.py",
-        "*self._total, adds=adds", "*self._total, adds=False",
+        "adds=lane not in self._new", "adds=False",
         "tests/test_arrangements.py::test_queries_that_travel_give_the_same_gradients[causal-zigzag]",
     ),
     Fault(
         "the type on the way ignored", "ringflash/ring.py",
-        "Sums(side.own, route, transport, transit)", "Sums(side.own, route, transport, torch.float32)",
+        "Sums(side.own, route, lanes, transit)", "Sums(side.own, route, lanes, torch.float32)",
         "tests/test_arrangements.py::"
         "test_gradients_in_bf16_on_the_way_cost_what_was_measured_and_only_those_that_travel",
     ),
