@@ -24,7 +24,7 @@ CASE_S = 150.0  # a case that takes longer hangs
 
 
 PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.run", "deepspeed"]
-PRELOADED += ["transformers.models.llama.modeling_llama"]
+PRELOADED += ["transformers.models.llama.modeling_llama", "torch._inductor.compile_fx", "train.loop"]  # or in each rank
 
 
 def context(backend: str) -> Any:
