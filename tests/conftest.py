@@ -81,7 +81,7 @@ def command(args: Sequence[str]) -> str:
     words = iter(args)
     kept = ["pytest"]
     for word in words:
-        if word in ("--results", "--commit", "-p", "-n"):
+        if word in ("--results", "--commit", "-p", "-n", "--dist"):
             next(words)
         elif not word.startswith(("-q", "--tb")):
             kept.append(word)

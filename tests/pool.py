@@ -9,8 +9,10 @@ is thrown away, since a rank may have left messages behind, and the next call st
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import sys
@@ -22,7 +24,7 @@ CASE_S = 150.0  # a case that takes longer hangs
 
 
 PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.run", "deepspeed"]
-PRELOADED += ["transformers.models.llama.modeling_llama"]
+PRELOADED += ["transformers.models.llama.modeling_llama", "torch._inductor.compile_fx", "train.loop"]  # or in each rank
 
 
 def context(backend: str) -> Any:
@@ -40,6 +42,15 @@ def as_torchrun(command: list[str], variables: dict[str, str]) -> None:
     os.environ |= variables
     sys.argv = command[2:]
     runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+
+
+def free_port() -> int:
+    """A port to listen on, of those that the kernel gives to no connection of another test meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)  # tests seed `random`, and two workers would draw alike
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class World:
@@ -69,9 +80,7 @@ class World:
 
     def _start(self) -> None:
         started = context(self.backend)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(self.size):
             here, there = started.Pipe()
             process = started.Process(target=_work, args=(rank, self.size, self.backend, port, there), daemon=True)

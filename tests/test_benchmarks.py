@@ -591,7 +591,7 @@ def test_a_ring_of_processes_is_measured_beside_its_rivals(pool):
         assert "pip install --no-deps ring-flash-attn==0.1.8" in rows["zigzag cudnn", None]["error"]
 
 
-def test_several_processes_take_a_step_of_each_kind_of_mesh():
+def test_several_processes_take_a_step_of_each_kind_of_mesh(tmp_path):
     cases = ["ulysses-128k", "documents-gather"]
     words = [
         "--standalone",
@@ -604,6 +604,7 @@ def test_several_processes_take_a_step_of_each_kind_of_mesh():
     ]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=tmp_path,  # where a run claims its folder
         capture_output=True,
         text=True,
         timeout=200,

@@ -166,9 +166,9 @@ def test_balanced_is_within_5_percent_of_what_its_blocks_allow(seed):
 
 def test_balanced_plans_a_million_tokens_over_64_ranks_in_a_moment():
     work = work_of(2**20, cu_seqlens=documents("lognormal", 2**20, 0))
-    began = time.perf_counter()
+    began = time.process_time()  # which other processes do not lengthen
     load = loads(2**20, 64, work)
-    assert time.perf_counter() - began < 2.0 and load.max() / load.mean() <= 1.05
+    assert time.process_time() - began < 2.0 and load.max() / load.mean() <= 1.05
 
 
 def test_position_ids_start_anew_in_each_document():

@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from pool import free_port
 
 from launch import torchrun
 from launch.environment import settings
@@ -24,10 +24,7 @@ TIMEOUT_S = 100
 
 @pytest.fixture
 def overrides(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    return [*TWO_NODES, f"launch.master_port={port}", f"metrics.dir={tmp_path}", "launch.join_timeout_s=60"]
+    return [*TWO_NODES, f"launch.master_port={free_port()}", f"metrics.dir={tmp_path}", "launch.join_timeout_s=60"]
 
 
 @pytest.fixture

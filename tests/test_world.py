@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -386,12 +387,15 @@ def test_a_group_recovers_from_a_call_that_not_all_made(pool):
 
 
 def late_to_unshard() -> str:
-    ring = Ring(timeout_s=2)
+    dist.barrier()  # or a rank may be late to the Ring already
+    ring, store = Ring(timeout_s=2), dist.distributed_c10d._get_default_store()
     x = torch.zeros(1, ring.layout(66).local_len)
     if ring.rank == 1:
-        time.sleep(6)
+        store.wait(["told/0", "told/2"], timedelta(seconds=60))
         return ""
-    return told(RuntimeError, ring.layout(66).unshard, x)
+    message = told(RuntimeError, ring.layout(66).unshard, x)
+    store.set(f"told/{ring.rank}", "")
+    return message
 
 
 def test_unshard_ends_by_the_timeout_of_the_ring(pool):
