@@ -232,7 +232,7 @@ def kept(sizes: Sizes, step: Step, layers: int, *, inside: bool = True) -> Parts
     number = -(-layers // memory.checkpoint_every)
     below = (layers - 1) % memory.checkpoint_every if inside else 0  # in its group: their states are made again first
     if "activations" in memory.offload:
-        number = min(number, 1 + inside)  # of the group at work, and those on their way to it
+        number = min(number, 1 + (inside and not below))  # of the group at work; at its lowest layer of the next one
     parts = {"hidden states": step.tokens * states * (number + below - inside)}
     if memory.checkpoint == "selective":
         pairs = min(layers, 2) if "attention" in memory.offload else layers
