@@ -226,6 +226,16 @@ FAULTS = [
         "tests/test_checkpointing.py::test_every_switch_gives_the_same_bits_in_every_step",
     ),
     Fault(
+        "peak looked for at the ends of the backward alone", "train/memory.py",
+        "max(range(sizes.layers, 0, -1), key", "max((sizes.layers, 1), key",
+        "tests/test_backward_memory.py::test_the_peak_is_at_the_layer_that_holds_most",
+    ),
+    Fault(
+        "states of the next group back a group too early", "train/checkpointing.py",
+        "(self._here,) = self.kept.get()", "(self._here,), _ = self.kept.get(), self.kept.fetch_next()",
+        "tests/test_backward_memory.py::test_what_each_layer_holds_is_what_is_planned",
+    ),
+    Fault(
         "deterministic ignored by the op", "ringflash/ops.py",
         "scale=scale, deterministic=deterministic, rounded", "scale=scale, deterministic=False, rounded",
         "tests/test_choice.py::test_deterministic_reaches_the_kernel",

@@ -121,6 +121,8 @@ class States:
     def take(self) -> Tensor:
         """The states, for the last time."""
         states = self.look()
+        if isinstance(self.kept, Away):  # now that the other states of the group are gone
+            self.kept.fetch_next()
         self._here = self.kept = self._below = None
         self._layer = self._attention = None  # what the layer was called with, too
         return states
@@ -141,7 +143,9 @@ class Attention:
     def of(self, call: int, *, last: bool) -> tuple[Tensor, Tensor]:
         """Of the call with this number. last: they are not asked for again."""
         kept = self._kept[call]
-        out, lse = kept.get(upwards=not last) if isinstance(kept, Away) else kept
+        out, lse = kept.get() if isinstance(kept, Away) else kept
+        if isinstance(kept, Away):
+            kept.fetch_next(upwards=not last)
         if last:
             self._kept[call] = None
         return out.detach(), lse.detach()

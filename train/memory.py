@@ -165,14 +165,18 @@ def pair(sizes: Sizes, step: Step) -> int:
 
 
 def moments(sizes: Sizes, step: Step) -> Iterator[Moment]:
-    """Those that can be the peak: the first and the last layer of the backward, the loss, the update."""
+    """Those that can be the peak: the backward of the layer beside which most is held, the loss, the update."""
     lasting = weights(sizes, step) | data(sizes, step)
-    every = sizes.layers * sizes.layer_params
-    ends = ((0, sizes.layers, "its first layer"), (every - sizes.layer_params, 1, "its last layer"))
-    for done, left, end in ends:
-        held = lasting | gradients(sizes, step, done + sizes.layer_params + sizes.head_params) | kept(sizes, step, left)
-        for name, work in (("MLP", mlp_backward), ("attention", attention_backward)):
-            yield Moment(f"backward of {name} in {end}", held | work(sizes, step))
+
+    def held(left: int) -> Parts:
+        done = (sizes.layers - left + 1) * sizes.layer_params + sizes.head_params
+        return gradients(sizes, step, done) | kept(sizes, step, left)
+
+    # gradients grow from layer to layer, and what layers keep falls in steps of their groups: it may be any of them
+    left = max(range(sizes.layers, 0, -1), key=lambda left: sum(held(left).values()))
+    place = {sizes.layers: "first layer", 1: "last layer"}.get(left, f"layer {sizes.layers - left + 1}")
+    for name, work in (("MLP", mlp_backward), ("attention", attention_backward)):
+        yield Moment(f"backward of {name} in its {place}", lasting | held(left) | work(sizes, step))
     yield Moment("loss", lasting | kept(sizes, step, sizes.layers, inside=False) | loss(sizes, step))
     whole = gradients(sizes, step, sizes.params)
     yield Moment("update", weights(sizes, step) | whole | update(sizes, step))
@@ -226,10 +230,10 @@ def kept(sizes: Sizes, step: Step, layers: int, *, inside: bool = True) -> Parts
     if memory.checkpoint == "none":
         return {"activations of all layers": step.tokens * (layers - inside) * sum(graph(sizes, step).values())}
     number = -(-layers // memory.checkpoint_every)
-    made = min(memory.checkpoint_every, layers) - 1 if inside else 0
+    below = (layers - 1) % memory.checkpoint_every if inside else 0  # in its group: their states are made again first
     if "activations" in memory.offload:
-        number = min(number, 1 + inside)  # of the group at work, and those on their way to it
-    parts = {"hidden states": step.tokens * states * (number + made - inside)}
+        number = min(number, 1 + (inside and not below))  # of the group at work; at its lowest layer of the next one
+    parts = {"hidden states": step.tokens * states * (number + below - inside)}
     if memory.checkpoint == "selective":
         pairs = min(layers, 2) if "attention" in memory.offload else layers
         parts["attention's results"] = step.tokens * pair(sizes, step) * (pairs - inside)
@@ -263,19 +267,31 @@ def graph(sizes: Sizes, step: Step) -> Parts:
     return parts
 
 
+def keeps_input(step: Step) -> bool:
+    """Whether torch's checkpoint holds a layer's input beside all that its graph keeps.
+
+    A norm that is not in tiles keeps another copy in fp32; states that were brought back or made again are let go of.
+    """
+    memory = step.memory
+    if memory.checkpoint == "none" or memory.checkpoint_every > 1 or "activations" in memory.offload:
+        return False
+    return memory.mlp_tile is None and step.number_bytes < FLOAT
+
+
 def mlp_backward(sizes: Sizes, step: Step) -> Parts:
     """The layer at work, right before the gradient of its MLP is done."""
     states = sizes.width * step.number_bytes
     parts = {name: step.tokens * size for name, size in graph(sizes, step).items()}
-    if step.memory.checkpoint != "none" and step.memory.mlp_tile is None and step.number_bytes < FLOAT:
-        parts["input of the layer"] = step.tokens * states  # no norm keeps it, the checkpoint does
+    if keeps_input(step):
+        parts["input of the layer"] = step.tokens * states
     parts["gradients of states"] = step.tokens * states * (1 if step.memory.mlp_tile is None else 2)
     if step.memory.mlp_tile is None:
         parts["gradients in the MLP"] = 2 * step.tokens * sizes.mlp_width * step.number_bytes
     else:
         tile = min(step.memory.mlp_tile, step.tokens)
-        parts["a tile of the MLP"] = tile * (7 * sizes.mlp_width + 3 * sizes.width) * step.number_bytes
-        parts["sums of weight gradients"] = sizes.mlp_params * (FLOAT + 2 * step.number_bytes)
+        parts["a tile of the MLP"] = tile * (6 * sizes.mlp_width + sizes.width) * step.number_bytes
+        b = step.number_bytes  # sums, those of the tile before, and the first of three of this one
+        parts["sums of weight gradients"] = sizes.mlp_params * (FLOAT + b) + sizes.mlp_params * b // 3
     return parts
 
 
@@ -287,7 +303,7 @@ def attention_backward(sizes: Sizes, step: Step) -> Parts:
     own["norms"] -= norm(sizes.width, 1, step)
     own["inputs of projections"] -= states
     own["MLP"] = 0
-    if step.memory.checkpoint != "none" and step.memory.mlp_tile is None and b < FLOAT:
+    if keeps_input(step):
         own["input of the layer"] = states
     own |= {"gradients of states": states} | attention_kernel(sizes, step)
     return {name: tokens * size for name, size in own.items()}

@@ -21,7 +21,8 @@ class Lane:
     """One kind of tensors in host memory.
 
     away = lane.put(tensors)        # the copy starts; the device lets go of them once the next are put
-    tensors = away.get()            # they are back, and those that were put before them are on their way
+    tensors = away.get()            # they are back
+    away.fetch_next()               # those that were put before them are on their way
     lane.reserve([num_bytes], 32, device)       # before the first of 32, so that no step waits for it
 
     num_bytes: of host memory that it has taken so far
@@ -116,18 +117,21 @@ class Away:
             self._here = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._shapes]
             self._moved = self._lane.copy(list(zip(self._here, self._hosts(), strict=True)), self._device)
 
-    def get(self, *, upwards: bool = False) -> list[Tensor]:
-        """The tensors on the device; those that were put before them start on their way. Afterwards it holds none.
-
-        upwards: those that were put after them, which are needed next
-        """
+    def get(self) -> list[Tensor]:
+        """The tensors on the device. Afterwards it holds none."""
         self._lane.forget(self)
         self.fetch()
         self._wait()
         assert self._here is not None
         tensors, self._here = self._here, None
+        return tensors
+
+    def fetch_next(self, *, upwards: bool = False) -> None:
+        """Those that were put before these start on their way back.
+
+        upwards: those that were put after them, which are needed next
+        """
         there = self.after if upwards else self._before
         following = there() if there is not None else None
         if following is not None:
             following.fetch()
-        return tensors
