@@ -1,9 +1,9 @@
-"""Lanes: a ring works on half of its heads beside the other half, each in a stream of its own.
+"""Lanes: a backward works on half of its heads beside the other half, each in a stream of its own.
 
 The programs of one kernel never fill a GPU to the end: while its last ones run, most of the GPU stands idle, hop after
 hop. Heads know nothing of each other, so neither half waits for the other, and where the programs of a kernel run out
-those of the other lane's are already there. What a lane computes it also adds and rounds, so that a buffer is used by
-each lane in the order of its stream. Called by `ring` and `travel`.
+those of the other lane's are already there. What a lane computes it also adds, so that a buffer is used by each lane in
+the order of its stream. A forward has one lane: it gained nothing by two. Called by `ring` and `travel`.
 
 Letters: L local tokens, H query heads, G key/value heads.
 """
@@ -19,7 +19,7 @@ import torch
 from .exchange import Pending, Transport
 from .routes import FIRST, REST, WHOLE
 
-LANE_ROWS = 16384
+LANE_ROWS = 8192
 """With fewer local tokens there is one lane: ordering two kernels for each hop takes the host longer than they run."""
 
 
@@ -30,11 +30,6 @@ class Lane:
     queries: slice
     keys: slice
     stream: torch.cuda.Stream | None = None
-
-    @property
-    def num_queries(self) -> int:
-        """Query heads of this lane."""
-        return self.queries.stop - self.queries.start
 
     def on(self) -> AbstractContextManager:
         """What is computed inside is computed in this lane."""
@@ -55,10 +50,15 @@ class Lanes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Before it all lanes wait for what the caller's stream has, and behind it that stream for all lanes."""
+        """Before it all lanes wait for what the caller's stream has, and behind it that stream for all lanes.
+
+        So it does where a kernel has raised: what the caller lets go of then must not be in use.
+        """
         self.follow()
-        yield
-        self.join()
+        try:
+            yield
+        finally:
+            self.join()
 
     def follow(self) -> None:
         """All lanes wait for what the first one has been told so far."""
@@ -95,12 +95,16 @@ class Lanes:
         return self._transport
 
 
+def one_lane(q: torch.Tensor, k: torch.Tensor, transport: Transport | None) -> Lanes:
+    """All heads on the caller's stream. q: [B, L, H, D]; k: [B, L, G, D]"""
+    return Lanes([Lane(slice(0, q.shape[2]), slice(0, k.shape[2]))], transport, q.device)
+
+
 def lanes_of(q: torch.Tensor, k: torch.Tensor, transport: Transport | None) -> Lanes:
-    """Two lanes where there are heads and tokens enough, else one. q: [B, L, H, D]; k: [B, L, G, D]"""
+    """Those of a backward: two where there are heads and tokens enough, else one. q, k: as in `one_lane`"""
     heads, groups = q.shape[2], k.shape[2]
-    whole = Lane(slice(0, heads), slice(0, groups))
     if transport is None or groups < 2 or q.shape[1] < LANE_ROWS:
-        return Lanes([whole], transport, q.device)
+        return one_lane(q, k, transport)
     border, size = groups - groups // 2, heads // groups
     first = Lane(slice(0, border * size), slice(0, border))
     second = Lane(slice(border * size, heads), slice(border, groups), transport.second_stream(q.device))

@@ -20,9 +20,9 @@ import torch
 
 from .exchange import Transport
 from .kernels import Kernel, State
-from .lanes import Lane, Lanes, lanes_of
+from .lanes import Lane, Lanes, lanes_of, one_lane
 from .mask import View
-from .routes import WHOLE, Route
+from .routes import Route
 from .travel import Blocks, Sums
 
 
@@ -38,37 +38,26 @@ def forward(
     returns out [B, L, H, D] in q's type and lse [B, H, L] fp32, natural log, the sink in it; a row that sees nothing:
         0 and -inf, or the sink
     """
-    batch, length = q.shape[:2]
+    batch, length, heads, _ = q.shape
     first, last = route.first, route.last
-    lanes = lanes_of(q, k, transport)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = [torch.empty(batch, lane.num_queries, length, dtype=torch.float32, device=q.device) for lane in lanes.all]
+    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     if last < 0:
         out.zero_()
-        for x in lse:
-            x.fill_(-torch.inf)
+        lse.fill_(-torch.inf)
     acc = None
     if first < last or sinks is not None:
         acc = out if q.dtype == torch.float32 else torch.empty(q.shape, dtype=torch.float32, device=q.device)
     if sinks is not None:  # a state that has seen one key, whose value is 0
         assert acc is not None
         acc.zero_()
-        for lane, x in zip(lanes.all, lse, strict=True):
-            x.copy_(sinks[lane.queries, None].expand_as(x))
+        lse.copy_(sinks[:, None].expand_as(lse))
         first = -1
-    states = {lane: State(None if acc is None else acc[:, :, lane.queries], out[:, :, lane.queries], x)
-              for lane, x in zip(lanes.all, lse, strict=True)}  # fmt: skip
-    with lanes.together():
-        for i, (visit, block) in enumerate(Blocks([k, v], route, lanes)):
-            for lane in lanes.of(WHOLE) if visit.view else ():
-                assert visit.view is not None
-                k_visiting, v_visiting = (x[:, :, lane.keys] for x in block)
-                with lane.on():
-                    kernel.forward(
-                        q[:, :, lane.queries], k_visiting, v_visiting, visit.view, states[lane],
-                        scale=scale, first=i == first, last=i == last,
-                    )  # fmt: skip
-    return out, lse[0] if len(lse) == 1 else torch.cat(lse, 1)
+    state = State(acc, out, lse)
+    for i, (visit, (k_visiting, v_visiting)) in enumerate(Blocks([k, v], route, one_lane(q, k, transport))):
+        if visit.view:
+            kernel.forward(q, k_visiting, v_visiting, visit.view, state, scale=scale, first=i == first, last=i == last)
+    return out, lse
 
 
 def backward(
