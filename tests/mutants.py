@@ -68,6 +68,31 @@ FAULTS = [
         "tests/test_ring.py::test_two_lanes_change_nothing[causal-zigzag-queries-3]",
     ),
     Fault(
+        "the second lane begins before its tensors are there", "ringflash/lanes.py",
+        "stream.wait_stream(torch.cuda.current_stream(self._device))", "pass",
+        "tests/test_lanes.py::test_no_stream_reads_or_writes_too_early[gather-balanced-causal-keys-torch.float32]",
+    ),
+    Fault(
+        "gradients are taken before the second lane is done", "ringflash/lanes.py",
+        "torch.cuda.current_stream(self._device).wait_stream(stream)", "pass",
+        "tests/test_lanes.py::test_no_stream_reads_or_writes_too_early[ring-zigzag-causal-keys-torch.float32]",
+    ),
+    Fault(
+        "the second lane reads what has not arrived", "ringflash/lanes.py",
+        "with torch.cuda.stream(stream):", "with nullcontext():",
+        "tests/test_lanes.py::test_no_stream_reads_or_writes_too_early[ring-zigzag-causal-keys-torch.float32]",
+    ),
+    Fault(
+        "messages leave before the second lane has written them", "ringflash/lanes.py",
+        "beside(self._device, self._others)", "beside(self._device, [])",
+        "tests/test_lanes.py::test_no_stream_reads_or_writes_too_early[ring-zigzag-causal-keys-torch.float32]",
+    ),
+    Fault(
+        "sums in memory in which the first lane still works", "ringflash/travel.py",
+        "Pool(totals, shape, fp32, self._device, lanes.follow)", "Pool(totals, shape, fp32, self._device)",
+        "tests/test_lanes.py::test_no_stream_reads_or_writes_too_early[ring-zigzag-documents_window-keys-torch.float32]",
+    ),
+    Fault(
         "the rest of the own block under no message", "ringflash/routes.py",
         "*route.visits[1:], replace(own, part=REST))", "replace(own, part=REST), *route.visits[1:])",
         "tests/test_ring.py::test_the_last_gradients_come_home_under_what_the_second_lane_has_left",

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+import functools
 
+import played
+import pytest
+import streams
+import torch
+from masks import MASKS
+from oracle import check, inputs, want
+
+from ringflash import exchange, lanes, routes
 from ringflash.lanes import Lane, Lanes
 
 
@@ -34,3 +41,41 @@ def test_lanes_begin_and_end_together_also_where_a_kernel_raises(monkeypatch, fa
         log.append("raised")
     wanted = ["second waits for caller", "work", "caller waits for second"]
     assert log == wanted + ["raised"] * fails
+
+
+SIZE = 48
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Rings that are played have two lanes, on streams that a CPU keeps account of. Returns the faults of all ranks."""
+    faults: list[str] = []
+
+    def body_of(body, transport):
+        with streams.Watch() as watch:
+            result = body(streams.Transport(transport, watch))
+        faults.extend(watch.faults)
+        return result
+
+    play = exchange.play
+    monkeypatch.setattr(exchange, "play", lambda size, body: play(size, functools.partial(body_of, body)))
+    monkeypatch.setattr(lanes, "LANE_ROWS", 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.current)
+    monkeypatch.setattr(torch.cuda, "stream", streams.on)
+    return faults
+
+
+@pytest.mark.parametrize("transit", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rotate", routes.TRAVELLERS)
+@pytest.mark.parametrize("name", ["causal", "documents_window", "random"])
+@pytest.mark.parametrize(
+    ("arrangement", "layout"), [("ring", "zigzag"), ("double", "contiguous"), ("gather", "balanced")]
+)
+def test_no_stream_reads_or_writes_too_early(watched, arrangement, layout, name, rotate, transit):
+    q, k, v, dout, dlse = inputs(SIZE, heads=4, groups=2)
+    given = {"arrangement": arrangement, "layout": layout, "rotate": rotate, "transit": transit}
+    given |= {"inner": 2} if arrangement == "double" else {}
+    found = played.attention(q, k, v, dout, dlse=dlse, size=4, **given, **MASKS[name](SIZE))
+    assert not watched, sorted(set(watched))
+    if transit == torch.float32:
+        check(found, want(q, k, v, dout, dlse, **MASKS[name](SIZE)))
