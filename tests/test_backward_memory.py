@@ -96,7 +96,7 @@ CASES = [
         layers, tile, checkpoint, every, offload,
         id=f"{layers}-{checkpoint}-{every}-{'-'.join(offload) or 'here'}-{'tiled' if tile else 'whole'}",
     )
-    for layers, tile in ((4, TILE), (7, TILE), (12, TILE), (7, None))
+    for layers, tile in ((4, TILE), (7, TILE), (7, None))  # full groups, and not
     for checkpoint, offloads in (
         ("full", [(), ("activations",)]),
         ("selective", [(), ("activations",), ("attention",), ("activations", "attention")]),
