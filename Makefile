@@ -15,8 +15,8 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringflash needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"  # what is imported is compiled then; most of it never is
-	$(BIN)/python -m pip install --quiet --no-compile --editable ".[test]"
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	touch $@
 
 demo: $(VENV)/ready
