@@ -158,7 +158,7 @@ class Present:
             elif tensor.data_ptr() not in self._known:
                 self._known.add(tensor.data_ptr())
                 _normal(tensor)
-        return Here(torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None)
+        return Here()
 
     def fill(self) -> None:
         """The buffers of a graph that was captured."""

@@ -35,7 +35,7 @@ class Arriving:
         for tensor in receives.values():
             self.num_bytes += tensor.nbytes
             tensor.copy_(self._noise_like(tensor))
-        return Here(torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None)
+        return Here()
 
     def _noise_like(self, x: torch.Tensor) -> torch.Tensor:
         """Blocks are bytes of bf16 numbers; sums of gradients, fp32, are small."""
@@ -48,10 +48,10 @@ class Arriving:
 
 
 class Here:
-    """See `exchange.Pending`."""
+    """What has been told to the current stream so far, as a message. See `exchange.Pending`."""
 
-    def __init__(self, event: Any) -> None:
-        self._event = event
+    def __init__(self) -> None:
+        self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
     def wait(self) -> None:
         """What follows on this stream comes behind the message."""

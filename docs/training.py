@@ -138,7 +138,7 @@ def longest(rows: list[Row]) -> list[list[str]]:
         step = peaks.get((lengths.below, str(found[name]["memory"]))) if name in found else None
         both = [f"{step[key] / 1e9:.1f}" if step else "" for key in ("peak_allocated_bytes", "predicted_peak_bytes")]
         if tried and found[name]["longest"] != lengths.longest:  # around what was predicted then
-            tried = {key: f"{said} ({found[name]['longest']:,} predicted then)" for key, said in tried.items()}
+            tried = {key: f"{cell} ({found[name]['longest']:,} predicted then)" for key, cell in tried.items()}
         cells = [tried.get((True, False), ""), *both, tried.get((False, False), ""), tried.get((False, True), "")]
         lines.append([name, f"`{steps.switches(steps.USUAL | steps.SETS[name])}`", f"{lengths.longest:,}", ended,
                       f"{said['predicted_seconds']:.0f}", *cells])  # fmt: skip

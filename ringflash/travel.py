@@ -36,8 +36,8 @@ def add(x: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
 
 
 def rounded_sum(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x + y, added in fp32 and rounded once, in one pass over memory. x: fp32."""
-    return torch.add(x, y, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+    """x + y, added in fp32 and rounded once, in one pass over memory; in x, where nothing is to be rounded. x: fp32."""
+    return torch.add(x, y, out=x if dtype == x.dtype else torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
 class Record:
@@ -268,8 +268,9 @@ class Sums:
         counts = max((visit.count for visit in route.visits if not visit.own), default=0)
         fp32 = torch.float32
         self._fresh = Pool(counts, shape, fp32, self._device, lanes.follow)
-        # made now: later, lanes would wait for each other. One is on its way while the next is computed;
-        in_use = 2 if transit == fp32 else 1  # a rounded one is free at once
+        # made now, since later lanes would wait for each other: one is on its way while the next is computed, or, where
+        # it is another that is sent, rounded, one is enough
+        in_use = 2 if transit == fp32 else 1
         self._fresh.stock(min(in_use, sum(not visit.own and visit.view is not None for visit in route.visits)))
         self._arriving = Pool(received, shape, transit, self._device)
         self._totals = Pool(totals, shape, fp32, self._device, lanes.follow)
@@ -341,7 +342,8 @@ class Sums:
     def _sum_up(self, total: Loan, num_new: int, parts: list[Part], heads: slice) -> None:
         """Add these heads of the parts to the total, of which so many rows are set to 0 before."""
         into = total.buffer[:, :, :, heads]
-        into[:num_new].zero_()
+        if num_new:
+            into[:num_new].zero_()
         for part in parts:
             add(into, part.rows, part.values(heads))
 

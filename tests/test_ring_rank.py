@@ -32,7 +32,7 @@ def test_the_loop_attends_to_what_lies_in_the_buffers(case):
         def post(self, sends, receives, what, slow=False):
             for tensor in receives.values():
                 tensor.view(torch.bfloat16).fill_(1.0)
-            return ring_rank.Here(None)
+            return ring_rank.Here()
 
     loop = ring_rank.Loop(case, ring_rank.work(case).plan, (case.local, case.local), ring_rank.Host())
     loop.present, loop.v = Ones(case.rank, case.ranks), torch.ones_like(loop.v)

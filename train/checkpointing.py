@@ -143,9 +143,11 @@ class Attention:
     def of(self, call: int, *, last: bool) -> tuple[Tensor, Tensor]:
         """Of the call with this number. last: they are not asked for again."""
         kept = self._kept[call]
-        out, lse = kept.get() if isinstance(kept, Away) else kept
         if isinstance(kept, Away):
+            out, lse = kept.get()
             kept.fetch_next(upwards=not last)
+        else:
+            out, lse = kept
         if last:
             self._kept[call] = None
         return out.detach(), lse.detach()
