@@ -51,16 +51,16 @@ class Alive(TorchDispatchMode):
 
 
 @functools.cache
-def measured(layers, tile, checkpoint, every, offload):
+def measured(layers, tile, checkpoint, every, offload, mlp_width=96):
     """(what was alive, its layers in the order of the backward, sizes, step)"""
     switches = {"checkpoint": checkpoint, "checkpoint_every": every, "offload": list(offload), "mlp_tile": tile}
-    table = training.LLAMA | {"num_hidden_layers": layers, "max_position_embeddings": LENGTH, "intermediate_size": 96}
+    sizes = {"num_hidden_layers": layers, "max_position_embeddings": LENGTH, "intermediate_size": mlp_width}
     config = training.config_of(
         ".",
-        model={"architecture": "llama", "dtype": "bfloat16", "config": table},
+        model={"architecture": "llama", "dtype": "bfloat16", "config": training.LLAMA | sizes},
         sequence={"length": LENGTH},
         parallel={"ring": 1, "zero": 1},
-        memory={"loss_chunk": TILE} | switches,
+        memory={"loss_chunk": 16} | switches,
         data={"path": "stdlib"},
     )
     ringflash.hf.register(ringflash.Ring(), name=model.ATTENTION)
@@ -132,6 +132,15 @@ def test_an_mlp_takes_what_is_planned(layers, tile, checkpoint, every, offload):
         parts = of_layer(sizes, step, done, memory.mlp_backward(sizes, step))
         planned = sum(parts.values()) - step.number_bytes * own + of_data(sizes, step)
         assert got == pytest.approx(planned, abs=tolerance(sizes)), f"{done} done"
+
+
+@pytest.mark.parametrize("tile", [None, 4 * TILE])
+def test_the_last_norm_takes_what_is_planned(tile):
+    """Of a model whose loss and MLPs are small beside it."""
+    alive, sizes, step = measured(2, tile, "none", 1, (), mlp_width=16)
+    (parts,) = (one.parts for one in memory.moments(sizes, step) if "last norm" in one.name)
+    planned = sum(size for name, size in parts.items() if name not in ("weights", "data")) + of_data(sizes, step)
+    assert alive.before_it[0] == pytest.approx(planned, abs=tolerance(sizes))
 
 
 def tolerance(sizes):

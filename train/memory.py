@@ -165,7 +165,9 @@ def pair(sizes: Sizes, step: Step) -> int:
 
 
 def moments(sizes: Sizes, step: Step) -> Iterator[Moment]:
-    """Those that can be the peak: the backward of the layer beside which most is held, the loss, the update."""
+    """Those that can be the peak: the backward of the layer beside which most is held, the loss, the last norm, the
+    update.
+    """
     lasting = weights(sizes, step) | data(sizes, step)
 
     def held(left: int) -> Parts:
@@ -177,7 +179,10 @@ def moments(sizes: Sizes, step: Step) -> Iterator[Moment]:
     place = {sizes.layers: "first layer", 1: "last layer"}.get(left, f"layer {sizes.layers - left + 1}")
     for name, work in (("MLP", mlp_backward), ("attention", attention_backward)):
         yield Moment(f"backward of {name} in its {place}", lasting | held(left) | work(sizes, step))
-    yield Moment("loss", lasting | kept(sizes, step, sizes.layers, inside=False) | loss(sizes, step))
+    lasting |= kept(sizes, step, sizes.layers, inside=False)
+    yield Moment("loss", lasting | loss(sizes, step))
+    head = gradients(sizes, step, sizes.head_params)
+    yield Moment("backward of the last norm", lasting | head | last_norm(sizes, step))
     whole = gradients(sizes, step, sizes.params)
     yield Moment("update", weights(sizes, step) | whole | update(sizes, step))
 
@@ -357,6 +362,19 @@ def loss(sizes: Sizes, step: Step) -> Parts:
         "a chunk of logits": chunk * sizes.vocabulary * (2 * FLOAT + b),
         "gradient of the head": sizes.head_params * (FLOAT + b),
     }
+
+
+def last_norm(sizes: Sizes, step: Step) -> Parts:
+    """Inside the backward of the norm behind the last layer: its input and five more, in fp32.
+
+    In tiles those of one, with its gradient, beside the input and the gradients of all tokens.
+    """
+    inside = 6 * FLOAT * sizes.width
+    if step.memory.mlp_tile is None:
+        return {"inside the last norm": step.tokens * inside}
+    states = sizes.width * step.number_bytes
+    tile = min(step.memory.mlp_tile, step.tokens)
+    return {"states at the last norm": 3 * step.tokens * states, "inside the last norm": tile * (inside + states)}
 
 
 def update(sizes: Sizes, step: Step) -> Parts:
