@@ -199,7 +199,7 @@ def against(path: Path) -> list[list[str]]:
             (settled, now["predicted_seconds"]),
         ]
         device, host, seconds = ([f"{got:.1f}", f"{said:.1f} ({said / got - 1:+.0%})"] for got, said in pairs)
-        measured = [f"{row['seconds']:.1f}", f"{first_call(row):.1f}"]
+        measured = [f"{row['seconds']:.1f}", f"{first_call(row):z.1f}"]
         lines.append([shape_of(row), str(row["layers"]), f"{row['length']:,}", switches(row["memory"]),
                       *device, *host, *measured, *seconds])  # fmt: skip
     return lines
@@ -211,8 +211,9 @@ def switches(memory: dict[str, Any]) -> str:
 
 
 def shape_of(row: dict[str, Any]) -> str:
-    """Of what model and how much of it."""
-    return row["shape"] if row.get("ring", 1) == 1 else f"{row['shape']}, one of {row['ring']} ranks"
+    """Of what model and how much of it, and with which window."""
+    share = "" if row.get("ring", 1) == 1 else f", one of {row['ring']} ranks"
+    return row["shape"] + share + (f", window {row['window']:,}" if row["window"] else "")
 
 
 def model_flops(run: plan.Plan) -> flops.StepFlops:

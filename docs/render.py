@@ -362,6 +362,21 @@ def switches() -> str:
     )
 
 
+def window() -> str:
+    """Seconds and memory of steps that differ in their window alone."""
+    pairs = list(training.windows(rows_of("train_step")))
+    if not pairs:
+        return unmeasured("python benchmarks/train_step.py --window 4096")
+    text = ""
+    for pair in pairs:
+        without, within = (f"{row['seconds']:.2f} s, peak {row['peak_allocated_bytes'] / 1e9:.3f} GB" for row in pair)
+        text += (
+            f"{pair[0]['shape']}, {pair[0]['layers']} layers, {pair[0]['length']:,} tokens: {without}; "
+            f"with a window of {pair[1]['window']:,} {within}.\n\n{sources(list(pair))}\n"
+        )
+    return text
+
+
 def million() -> str:
     """Where the time of the longest step goes."""
     row = training.longest_step(rows_of("train_step"))
@@ -553,6 +568,7 @@ RENDER: dict[str, Callable[[], str]] = {
     "train_step": train_step,
     "predicted": predicted,
     "switches": switches,
+    "window": window,
     "million": million,
     "million_steps": million_steps,
     "longest": longest,

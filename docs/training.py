@@ -74,7 +74,7 @@ def asked_of(row: Row, memory: Row | None = None) -> Any:
 def switched(rows: list[Row]) -> tuple[Row, list[list[str]]] | None:
     """(the row that all is compared with, the lines): each switch against none, predicted and, where there is a row,
     measured; None without rows of switches."""
-    plain = next((row for row in rows if not steps.switches(row["memory"])), None)
+    plain = next((row for row in rows if not (steps.switches(row["memory"]) or row["window"])), None)
     if plain is None:
         return None
     same = [row for row in rows if all(row[key] == plain[key] for key in KEYS)]
@@ -86,9 +86,18 @@ def switched(rows: list[Row]) -> tuple[Row, list[list[str]]] | None:
         found = [None] * 3 if measured is None else differences(of_row(plain), of_row(measured))
         cells = []
         for said, got in zip(differences(before, after), found, strict=True):
-            cells += [f"{said:.2f}", "" if got is None else f"{got:.2f}"]
+            cells += [f"{said:z.2f}", "" if got is None else f"{got:z.2f}"]
         lines.append([f"`{steps.switches(memory)}`", *cells])
     return plain, lines
+
+
+def windows(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
+    """Steps that differ in their window alone: (without one, with one)."""
+    for row in rows:
+        same = {key: row[key] for key in (*KEYS, "ring", "memory")} | {"window": None}
+        for other in rows if row["window"] else ():
+            if same.items() <= other.items():
+                yield other, row
 
 
 def numbers(said: Row) -> tuple[float, float, float]:

@@ -560,6 +560,23 @@ def test_memory_and_time_are_predicted_within_a_tenth_of_what_was_measured():
             assert float(predicted.split()[0]) == pytest.approx(float(measured), rel=0.1), line
 
 
+def rows_of(name):
+    return [json.loads(line) for line in (ROOT / f"docs/results/{name}.jsonl").read_text().splitlines()]
+
+
+def test_the_longest_of_every_set_was_tried_and_is_right():
+    tried = [row for row in rows_of("largest") if "tried" in row]
+    assert {row["switches"] for row in tried} == steps.SETS.keys()
+    assert all(row["planner_is_right"] for row in tried)
+
+
+def test_a_window_leaves_the_peak_as_it_was_measured_without_one():
+    rows = [row for row in rows_of("train_step") if row["length"] == 131072 and not steps.switches(row["memory"])]
+    without, within = sorted(rows, key=lambda row: row["window"] or 0)
+    assert within["peak_allocated_bytes"] == pytest.approx(without["peak_allocated_bytes"], abs=1e7)
+    assert steps.shape_of(within) == "llama3-8b, window 4,096"
+
+
 def test_a_first_call_that_compiles_is_told_apart():
     row = {"calls_s": {"attention_forward": [2.0, 1.5, 1.7], "attention_backward": [3.0], "loss_forward": [9.0, 1.0]}}
     assert steps.first_call(row) == pytest.approx(0.4) and steps.first_call({}) == 0

@@ -176,8 +176,9 @@ RATES = {
 }  # fmt: skip
 """Part of a card's name -> its rates, in bf16 (docs/decisions.md says how each was found).
 
-D = 128, products and memory: inside steps of 131,072 tokens of Llama-3-8B's shape, by events and profile. There
-attention is 7% slower than alone, where the card is cool. D = 64 and 256: alone, causal, 64k tokens (docs/results.md).
+D = 128, products and memory: inside steps of 131,072 tokens of Llama-3-8B's shape, by events and profile, at commit
+ea4eefd; the rows in docs/results.md are newer. There attention is 7% slower than alone, where the card is cool.
+D = 64 and 256: alone, causal, 64k tokens (docs/results.md).
 host_memory is not measured yet.
 """
 
