@@ -14,5 +14,5 @@ def check_packages(config: Config) -> None:
     if config.memory.loss == "liger" and find_spec("liger_kernel") is None:
         raise ConfigError(
             "memory.loss = 'liger' needs the package liger-kernel, which is not installed: "
-            "pip install 'ringflash[liger]', or say 'chunked'"
+            "pip install liger-kernel, or say 'chunked'"
         )
