@@ -24,7 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from train.loss import loss_sum
+from train.loss import liger_loss_sum, loss_sum
 
 CHECKED = 1024
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -32,17 +32,6 @@ Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def ours(chunk: int) -> Head:
     return lambda hidden, weight, labels: loss_sum(hidden, weight, labels, chunk=chunk)
-
-
-def liger() -> Head:
-    """Its function with sums in fp32, as ours has them. Raises: ImportError."""
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fused
-
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        found = Fused.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, "sum", None, False, torch.float32)
-        return found[0]
-
-    return head
 
 
 def gradients(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,9 +90,9 @@ def main(words: list[str]) -> int:
     labels = torch.randint(asked.vocabulary, (asked.tokens,), device=device)
     where = (provenance if device.type == "cuda" else on_cpu)("head.py", words, asked.commit)
     shape = {key: getattr(asked, key) for key in ("tokens", "width", "vocabulary")}
-    for name, make in (("ringflash", lambda: ours(asked.chunk)), ("liger", liger)):
+    for name, made in (("ringflash", ours(asked.chunk)), ("liger", liger_loss_sum)):
         try:
-            found = measure(make(), hidden, weight, labels)
+            found = measure(made, hidden, weight, labels)
         except Exception as error:  # not installed, no kernel for a CPU, no memory
             found = {"error": f"{type(error).__name__}: {error}"[:200]}
         chunk = {"chunk": asked.chunk} if name == "ringflash" else {}

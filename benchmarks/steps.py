@@ -54,6 +54,10 @@ SETS: dict[str, dict[str, Any]] = {
 """Name of a set of switches -> what of [memory] is not as usual, for ever longer sequences."""
 
 
+USUAL = Memory().model_dump()
+"""[memory] as it is without a word."""
+
+
 def config_of(asked: argparse.Namespace, *, whole: bool = False) -> Config:
     """The configuration of a run that these words ask for. Raises: ConfigError.
 
@@ -69,10 +73,8 @@ def config_of(asked: argparse.Namespace, *, whole: bool = False) -> Config:
             architecture = "mistral"  # the same layers, with a window
         else:
             table |= {"use_sliding_window": True, "max_window_layers": 0}
-    memory = {
-        "checkpoint": asked.checkpoint, "checkpoint_every": asked.checkpoint_every, "offload": asked.offload,
-        "mlp_tile": asked.mlp_tile, "loss_chunk": asked.loss_chunk,
-    }  # fmt: skip
+    keys = "checkpoint", "checkpoint_every", "offload", "mlp_tile", "loss", "loss_chunk"
+    memory = {key: getattr(asked, key) for key in keys if getattr(asked, key) != USUAL[key]}
     return Config.model_validate(
         {
             "model": {"architecture": architecture, "dtype": asked.dtype, "config": table},
@@ -139,6 +141,7 @@ def parsed(words: list[str], about: str | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=1, metavar="K")
     parser.add_argument("--offload", action="append", default=[], metavar="WHAT", help="as memory.offload")
     parser.add_argument("--mlp-tile", type=int, metavar="TOKENS")
+    parser.add_argument("--loss", choices=("chunked", "liger"), default="chunked", help="as memory.loss")
     parser.add_argument("--loss-chunk", type=int, default=1024, metavar="TOKENS")
     parser.add_argument(
         "--warm", type=int, nargs="?", const=0, metavar="TOKENS", help="a step before, of so many tokens"
@@ -168,9 +171,6 @@ PEAK = flops.PEAK_TFLOPS["H200"] * 1e12
 
 PROCESS_BYTES = 1_950_000_000
 """Of one process in host memory, as the rows without offload have it; `plan.HOST_BASE` leaves room for DeepSpeed."""
-
-USUAL = Memory().model_dump()
-"""[memory] as it is without a word."""
 
 
 def first_call(row: dict[str, Any]) -> float:

@@ -39,8 +39,9 @@ from steps import AGAINST, SHAPES, against, config_of, device_bytes_of, parsed, 
 
 import ringflash  # noqa: E402
 from train import flops, model, world  # noqa: E402
-from train.config import Config  # noqa: E402
+from train.config import Config, check_packages  # noqa: E402
 from train.engine import Engine, cutter  # noqa: E402
+from train.loss import check_device  # noqa: E402
 
 
 class Step:
@@ -224,7 +225,10 @@ def run(asked: argparse.Namespace, words: list[str]) -> None:
         world.grow_segments()  # before the first allocation
         room = torch.cuda.mem_get_info()[1]
     said = predicted(asked, room)
-    with world.start(config, world.Place.from_environment()) as joined:
+    place = world.Place.from_environment()
+    check_packages(config)
+    check_device(config.memory.loss, world.device_of(place))
+    with world.start(config, place) as joined:
         row = {key: getattr(asked, key) for key in ("shape", "length", "ring", "window", "dtype", "optimizer")}
         row |= {
             "layers": config.model.config["num_hidden_layers"],

@@ -377,6 +377,21 @@ def window() -> str:
     return text
 
 
+def head() -> str:
+    """The loss of the head, ours and Liger's."""
+    rows = rows_of("head")
+    if not rows:
+        return unmeasured("python benchmarks/head.py")
+    lines = [
+        [row["head"], f"{row['tokens']:,}", str(row["width"]), f"{row['vocabulary']:,}", f"{row['seconds']:.3f}",
+         f"{row['peak_bytes'] / 1e9:.2f}", f"{row['error_hidden']:.1e}", f"{row['error_weight']:.1e}"]
+        for row in rows
+    ]  # fmt: skip
+    names = ["whose", "tokens", "width", "vocabulary", "seconds", "adds at its peak, GB", "error of dhidden",
+             "of dweight"]  # fmt: skip
+    return table(names, lines) + f"\n{sources(rows)}\n"
+
+
 def million() -> str:
     """Where the time of the longest step goes."""
     row = training.longest_step(rows_of("train_step"))
@@ -569,6 +584,7 @@ RENDER: dict[str, Callable[[], str]] = {
     "predicted": predicted,
     "switches": switches,
     "window": window,
+    "head": head,
     "million": million,
     "million_steps": million_steps,
     "longest": longest,

@@ -46,6 +46,7 @@ TURNED: list[Row] = [
     {"mlp_tile": 16384},
     {"offload": ["activations", "attention"], "mlp_tile": 16384, "loss_chunk": 4096},
     {"loss_chunk": 4096},
+    {"loss": "liger"},
 ]
 """What of [memory] the table of switches turns, beside what is usual."""
 

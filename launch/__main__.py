@@ -59,6 +59,8 @@ def start(arguments: argparse.Namespace, *, evaluates: bool = False) -> int:
         text = launcher.shown(job)
         if not arguments.dry_run and config.launch.scheduler != "kubernetes":  # its paths are those of the pods
             config_module.check_paths(config, trains=not evaluates)
+            if not evaluates:
+                config_module.check_packages(config)
     except ValueError as refusal:
         print(f"ringflash: {refusal}", file=sys.stderr)
         return 2

@@ -36,6 +36,8 @@ import train_step  # noqa: E402
 import tune  # noqa: E402
 from cases import LENGTHS, MASKS, Case, Cell, Contender, documents, identity, visible  # noqa: E402
 
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
 
 class Clock:
     """A watch without a GPU: a call takes as many milliseconds as the list says, again and again."""
@@ -466,6 +468,8 @@ def test_a_share_warms_up_on_hops_of_the_ring():
         ("--ring 2 --ring-rank 2", "--ring-rank 2 must be one of 0 to 1"),
         ("--ring 3", "--length 64 must divide by 6, twice --ring"),
         ("--ring 2 --optimizer sgd", "--ring 2 is one rank alone, without --optimizer sgd: leave it out"),
+        ("--loss liger --loss-chunk 5", "memory.loss_chunk = 5 is given but memory.loss = 'liger' takes chunks of its"),
+        pytest.param("--loss liger", "memory.loss = 'liger' needs", marks=ON_CPU),
     ],
 )
 def test_a_share_that_is_none_is_refused(capsys, words, said):
@@ -582,7 +586,7 @@ def test_a_first_call_that_compiles_is_told_apart():
     assert steps.first_call(row) == pytest.approx(0.4) and steps.first_call({}) == 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@ON_CPU
 @pytest.mark.parametrize("script", ["attention.py", "ring_rank.py", "traffic.py", "tune.py"])
 def test_without_a_gpu_it_is_said_in_a_sentence(script):
     done = subprocess.run(
@@ -665,7 +669,7 @@ def test_numbers_of_processes_that_a_mesh_cannot_have_are_refused(name, ranks):
         meshes.CASES[name].small().config(ranks, tiny=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@ON_CPU
 def test_a_mesh_without_a_gpu_is_refused():
     asked = argparse.Namespace(cases=["ring-128k"], tiny=False, commit=None)
     with pytest.raises(ValueError, match="this measures GPUs, and torch sees none; --tiny needs no GPU"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from train import flops, memory, model, plan
 from train.config import Memory, load
 
 ROOT = Path(__file__).resolve().parent.parent
+HEAD = ROOT / "docs/results/head.jsonl"
 MILLION = 2**20
 LLAMA_8B = SimpleNamespace(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -112,6 +115,38 @@ def test_the_longest_is_the_last_that_fits():
             other = memory.predict(sizes, memory.replace(at, tokens=length + more, sequence=length + more))
             assert fits(other) == fine
     assert memory.longest(sizes, at, lambda found: False, multiple=1024) == 0
+
+
+def test_the_head_of_liger_takes_what_was_measured():
+    """The row is of the head alone, so all of it is: gradients, a chunk of logits, losses; 512 bytes are left."""
+    row = next(row for row in map(json.loads, HEAD.read_text().splitlines()) if row["head"] == "liger")
+    sizes = memory.sizes_of(LLAMA_8B)
+    at = step(tokens=row["tokens"], sequence=row["tokens"], memory={"loss": "liger"})
+    parts = memory.liger_head(sizes, at)
+    assert memory.liger_chunk(sizes, row["tokens"]) == 4096
+    assert sum(parts.values()) + 2 * row["tokens"] * row["width"] == pytest.approx(row["peak_bytes"], abs=1024)
+    assert memory.loss(sizes, at).items() >= parts.items(), "beside three of the states' size, one their gradient"
+    frozen = memory.liger_head(sizes, memory.replace(at, trained=1000))
+    assert frozen["gradient of the head"] == 0 and frozen["a chunk of logits"] == 4096 * 128256 * 2
+    single = memory.liger_head(sizes, memory.replace(at, number_bytes=4))
+    assert single["a chunk of logits"] == 4 * (4096 * 128256 + sizes.head_params)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 1000, 4096, 131072, 131104, MILLION])
+def test_the_chunk_of_liger_is_the_one_that_it_takes(tokens):
+    """As in its source: cdiv, next_power_of_2, at most all tokens."""
+    sizes = memory.sizes_of(LLAMA_8B)
+    share, chunk = math.ceil(tokens / math.ceil(sizes.vocabulary / sizes.width)), 1
+    while chunk < share:
+        chunk *= 2
+    assert memory.liger_chunk(sizes, tokens) == min(chunk, tokens)
+
+
+def test_where_liger_takes_too_much_ours_is_offered():
+    liger = planned("sequence.length=4194304", "memory.mlp_tile=4096", "memory.offload=['activations']")
+    switches = Memory(loss="liger", mlp_tile=4096, offload=["activations"])
+    assert "memory.loss = 'chunked'" in [text for one in liger.knobs(switches) for text in plan.changes(switches, one)]
+    assert all(one.loss == "chunked" for one in liger.knobs(liger.config.memory))
 
 
 def kept_bytes(family, dtype, layers, switches):

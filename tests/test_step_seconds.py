@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import test_model_memory
 import torch
+from test_memory import HEAD, LLAMA_8B
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringflash
@@ -35,6 +38,20 @@ def test_seconds_of_a_step_by_hand():
     assert times["matrix products"] == pytest.approx(dense / 600e12)
     hidden = sum(list(times.values())[:4])
     assert times["host link, not hidden"] == pytest.approx(2 * 10**15 / 50e9 - hidden)
+
+
+def test_seconds_of_the_head_beside_those_measured():
+    """Both rows of one H200: products and what moves memory, without the last norm."""
+    sizes = memory.sizes_of(LLAMA_8B)
+    shape = flops.ModelShape(matmul_params=sizes.head_params, heads=32, head_dim=128, windows=())
+    norm = sizes.width * (flops._norm(2) + flops.NORM_BACKWARD + 4 * 2)
+    for row in map(json.loads, HEAD.read_text().splitlines()):
+        parts = flops.step_seconds(
+            shape, [row["tokens"]], flops.RATES["H200"], flops.passes("none", 1, tiled=False),
+            mlp_params=0, head_params=sizes.head_params, loss="liger" if row["head"] == "liger" else "chunked",
+            elementwise_bytes=flops.head_elementwise(sizes, row.get("chunk"), number_bytes=2) - norm,
+        )  # fmt: skip
+        assert sum(parts.values()) == pytest.approx(row["seconds"], rel=0.05), row["head"]
 
 
 def test_speed_of_attention_by_head_dimension():

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from . import loop, stopping, verdict, world
-from .config import check_paths, load, resolve
+from .config import check_packages, check_paths, load, resolve
 from .evaluation import standalone
 from .nonfinite import NonFiniteError
 from .saver import CheckpointError
@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(arguments.config, arguments.set)
         check_paths(config, trains=not arguments.evaluate)
+        if not arguments.evaluate:
+            check_packages(config)
         config = resolve(config)
         with world.start(config, place) as joined:
             if arguments.evaluate:

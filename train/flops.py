@@ -183,6 +183,10 @@ host_memory is not measured yet.
 """
 
 
+HEAD_PRODUCTS = {"chunked": 4, "liger": 3}
+"""memory.loss -> products of the output head in a step: ours computes the logits again in the backward."""
+
+
 class Passes(NamedTuple):
     """How often parts run: attention forward, layers forward, and MLPs forward more often than their layers.
 
@@ -207,11 +211,12 @@ def passes(checkpoint: str, every: int, *, tiled: bool) -> Passes:
 
 def step_seconds(
     shape: ModelShape, lengths: Iterable[int], rates: Rates, runs: Passes, *,
-    mlp_params: int, head_params: int, ranks: int = 1, moved_bytes: int = 0, elementwise_bytes: int = 0,
+    mlp_params: int, head_params: int, loss: str = "chunked", ranks: int = 1, moved_bytes: int = 0,
+    elementwise_bytes: int = 0,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of a step whose work is even over `ranks`, part by part, communication between ranks hidden.
 
-    lengths: documents, tokens; mlp_params: of all layers; head_params: of the output head
+    lengths: documents, tokens; mlp_params: of all layers; head_params: of the output head; loss: `memory.loss`
     moved_bytes: of one rank to host memory, and as many back: what computing does not hide of it is counted
     elementwise_bytes: read and written a token, see `elementwise`
     """
@@ -219,7 +224,7 @@ def step_seconds(
     tokens = sum(lengths)
     forward = step_flops(shape, lengths).attention / 3
     layers = shape.matmul_params - head_params
-    dense = 2 * tokens * (layers * (runs.layer + 2) + mlp_params * runs.mlp + head_params * 4)
+    dense = 2 * tokens * (layers * (runs.layer + 2) + mlp_params * runs.mlp + head_params * HEAD_PRODUCTS[loss])
     speed = rates.attention_of(shape.head_dim)
     parts = {
         "attention forward": forward * runs.attention / (speed.forward * 1e12),
@@ -252,12 +257,18 @@ def elementwise(sizes: Sizes, runs: Passes, *, tile: int | None, number_bytes: i
     return round(sizes.layers * (forward * runs.layer + backward - (last if runs.layer > 1 else 0)))
 
 
-def head_elementwise(sizes: Sizes, chunk: int, *, number_bytes: int) -> int:
-    """The same of the loss: logits in both directions, the sum of the head's gradient once a chunk, the last norm."""
+def head_elementwise(sizes: Sizes, chunk: int | None, *, number_bytes: int) -> int:
+    """The same of the loss: logits in both directions, the sum of the head's gradient once a chunk, the last norm.
+
+    chunk: `memory.loss_chunk`, or None for Liger: its kernel reads logits twice and writes their gradient over them,
+    sums are made in the product, and gradients of states are scaled in the backward.
+    """
     b = number_bytes
+    norm = sizes.width * (_norm(b) + NORM_BACKWARD + 4 * b)
+    if chunk is None:
+        return sizes.vocabulary * 3 * b + norm + sizes.width * 2 * b
     casts = 3 * (FLOAT + b) if b < FLOAT else 0
-    sums = sizes.head_params * (2 * FLOAT + b) // chunk
-    return sizes.vocabulary * (6 * FLOAT + casts) + sums + sizes.width * (_norm(b) + NORM_BACKWARD + 4 * b)
+    return sizes.vocabulary * (6 * FLOAT + casts) + sizes.head_params * (2 * FLOAT + b) // chunk + norm
 
 
 NORM_BACKWARD = 96

@@ -13,7 +13,7 @@ import torch
 
 import ringflash
 
-from . import data, flops, model, out_of_memory, plan, probe, stopping
+from . import data, flops, loss, model, out_of_memory, plan, probe, stopping
 from .claim import Claim, of_run
 from .config import Batch, Config
 from .data import Sequence, Window, Windows
@@ -64,6 +64,7 @@ def prepare(config: Config, world: World, *, fail: Callable[[str], None] = end_p
 
     fail: see `Watch`
     """
+    loss.check_device(config.memory.loss, world.device)
     claim = of_run(config, world)
     batch = config.batch(world.size)
     tokenizer = data.tokenizer_of(config.data, config.model.config["vocab_size"])

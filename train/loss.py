@@ -1,7 +1,7 @@
 """Cross-entropy of an output head, chunk by chunk: the logits of the whole local sequence never exist.
 
 The head is a module with its weight inside, so that ZeRO-3 gathers the weight around its forward and its backward.
-Called by `model`.
+`memory.loss` says whether its sum is ours or Liger-Kernel's. Called by `model`; `check_device` by `loop`.
 
 Letters: N tokens, E model width, V vocabulary.
 """
@@ -18,12 +18,13 @@ class LossHead(nn.Linear):
     """An output head, E -> V, that returns the loss instead of the logits when it is given labels.
 
     chunk: tokens whose logits exist at one time
+    kind: "chunked" or "liger", whose sum it is; the losses of each token are ours
     """
 
-    def __init__(self, weight: nn.Parameter, chunk: int) -> None:
+    def __init__(self, weight: nn.Parameter, chunk: int, kind: str = "chunked") -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = weight
-        self.chunk = chunk
+        self.chunk, self.kind = chunk, kind
 
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, weights: Tensor | None = None, *, each: bool = False
@@ -31,6 +32,7 @@ class LossHead(nn.Linear):
         """hidden: [..., E] -> logits [..., V]; with labels: [...] int64 -> the sum of their losses, see `loss_sum`.
 
         each: instead of the sum what `token_scores` says of each token, [...]
+        Raises: ValueError for weights where Liger, which knows none, makes the sum.
         """
         if labels is None:
             return super().forward(hidden)
@@ -38,6 +40,10 @@ class LossHead(nn.Linear):
         if each:
             losses, hits = token_scores(flat, self.weight, labels.reshape(-1), chunk=self.chunk)
             return losses.view_as(labels), hits.view_as(labels)
+        if self.kind == "liger":
+            if weights is not None:
+                raise ValueError("memory.loss = 'liger' knows no weight of a token: 'chunked' is accepted with weights")
+            return liger_loss_sum(flat, self.weight, labels.reshape(-1))
         weights = None if weights is None else weights.reshape(-1)
         return loss_sum(flat, self.weight, labels.reshape(-1), weights, chunk=self.chunk)
 
@@ -54,6 +60,36 @@ def loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | N
         and rounded once. The backward computes the logits of each chunk again.
     """
     return _LossSum.apply(hidden, weight, labels, weights, chunk)
+
+
+def liger_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The sum of `loss_sum` by Liger-Kernel, which makes both gradients in the forward: 3 products of the head, not 4.
+
+    hidden: [N, E], weight: [V, E], one float type, on a GPU or in Triton's interpreter; labels: int64 [N]
+    returns fp32 scalar, for one backward
+
+    Numerics: logits and their gradient in the inputs' type, softmax and the sum of the weight's gradient in fp32. What
+        comes in is multiplied in after both gradients are rounded, and they are rounded again. The host waits for the
+        GPU in each direction: Liger counts the labels, and looks whether what comes in is 1.
+    Source: Hsu et al., arXiv:2410.10989
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fused
+
+    # no bias, no weights of classes, no penalty, no smoothing, no cap, no second loss; sums in fp32
+    return Fused.apply(hidden, weight, labels, None, None, IGNORED, 0.0, 0.0, "sum", None, False, torch.float32)[0]
+
+
+def check_device(kind: str, device: torch.device) -> None:
+    """Refuse a memory.loss without a kernel for the device, before a step. Raises: ValueError."""
+    if kind != "liger" or device.type == "cuda":
+        return
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        raise ValueError(
+            f"memory.loss = 'liger' needs a GPU, or TRITON_INTERPRET=1; this process computes on {device}, where "
+            "'chunked' is accepted"
+        )
 
 
 @torch.no_grad()

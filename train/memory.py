@@ -327,17 +327,20 @@ def attention_kernel(sizes: Sizes, step: Step) -> Parts:
     return parts
 
 
-BUFFERS: dict[str, Callable[[Step], tuple[int, int, int]]] = {
+BUFFERS: dict[str, Callable[[Step], tuple[int, int, float]]] = {
     "ring": lambda step: (1, min(step.ring - 1, 2), min(step.ring - 1, 2)),
     "double": lambda step: (min(step.inner, 3), 3, 3),
-    "gather": lambda step: (step.ring - 1,) * 3,
+    "gather": lambda step: (step.ring - 1, step.ring - 1, (step.ring - 1) / 2),
 }
-"""Arrangement -> blocks that visit or are to come, gradients being made, and on their way; each in blocks of a rank."""
+"""Arrangement -> blocks that visit or are to come, gradients being made, and on their way; each in blocks of a rank.
+
+A gather has them in two sections of the heads: gradients of one are under way.
+"""
 
 BUFFERS_ROUNDED: dict[str, Callable[[Step], tuple[int, int]]] = {
     "ring": lambda step: (1, 2),
     "double": lambda step: (2, 2),
-    "gather": lambda step: (step.ring - 1, 2 * (step.ring - 1)),
+    "gather": lambda step: (step.ring - 1, step.ring - 1),
 }
 """The last two where they are rounded for their way."""
 
@@ -350,15 +353,22 @@ def buffers_of_ring(step: Step, block: int, sums: int, rounded: int) -> int:
     visiting, made, under_way = BUFFERS[step.arrangement](step)
     if step.transit_bytes < FLOAT:  # what leaves is a copy, so what it was made in is free again
         made, under_way = BUFFERS_ROUNDED[step.arrangement](step)
-    in_loop = block * (1 + visiting) + sums * (1 + made) + under_way * sums * step.transit_bytes // FLOAT
+    in_loop = block * (1 + visiting) + sums * (1 + made) + int(under_way * sums * step.transit_bytes / FLOAT)
+    if step.arrangement == "gather":  # what it leaves behind is there from its begin, and it has no own sums beside
+        return in_loop
     return max(in_loop - rounded, sums)
 
 
 def loss(sizes: Sizes, step: Step) -> Parts:
-    """The output head: states behind the last layer and the last norm, one chunk of logits, its weights' gradient."""
+    """The output head: states behind the last layer and the last norm, their gradient, and what its loss works with."""
+    states = step.tokens * (3 * sizes.width * step.number_bytes + norm(sizes.width, 1, step))
+    return {"states at the head": states} | HEADS[step.memory.loss](sizes, step)
+
+
+def chunked_head(sizes: Sizes, step: Step) -> Parts:
+    """Ours: one chunk of logits, the gradient of the head."""
     b, chunk = step.number_bytes, min(step.memory.loss_chunk, step.tokens)
     return {
-        "states at the head": step.tokens * (3 * sizes.width * b + norm(sizes.width, 1, step)),
         "a chunk of logits": chunk * sizes.vocabulary * (2 * FLOAT + b),
         "gradient of the head": sizes.head_params * (FLOAT + b),
     }
@@ -375,6 +385,30 @@ def last_norm(sizes: Sizes, step: Step) -> Parts:
     states = sizes.width * step.number_bytes
     tile = min(step.memory.mlp_tile, step.tokens)
     return {"states at the last norm": 3 * step.tokens * states, "inside the last norm": tile * (inside + states)}
+
+
+def liger_head(sizes: Sizes, step: Step) -> Parts:
+    """Liger's: logits stay in the model's type; the sum of the head's gradient is rounded when they are gone.
+
+    In fp32 nothing is rounded, and a product of the head's size is made before it is added to the sum.
+    """
+    b, trained = step.number_bytes, sizes.head_params if step.trained is None else 0
+    logits, rounded = liger_chunk(sizes, step.tokens) * sizes.vocabulary * b, trained * b
+    return {
+        "losses and valid labels": step.tokens * (FLOAT + 1),
+        "a chunk of logits": max(logits, rounded) if b < FLOAT else logits + rounded,
+        "gradient of the head": trained * FLOAT,
+    }
+
+
+def liger_chunk(sizes: Sizes, tokens: int) -> int:
+    """Tokens of Liger's chunk: their logits are about as many numbers as the states of all, to a power of two."""
+    share = -(-tokens // -(-sizes.vocabulary // sizes.width))
+    return min(1 << (share - 1).bit_length(), tokens)
+
+
+HEADS: dict[str, Callable[[Sizes, Step], Parts]] = {"chunked": chunked_head, "liger": liger_head}
+"""memory.loss -> what the head's loss holds beside states and their gradient."""
 
 
 def update(sizes: Sizes, step: Step) -> Parts:

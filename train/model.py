@@ -145,7 +145,8 @@ def build(
     layers = set_checkpointing(model, config.memory)
     if config.memory.mlp_tile is not None:
         set_tiles(model, config.memory.mlp_tile)
-    model.set_output_embeddings(LossHead(model.get_output_embeddings().weight, config.memory.loss_chunk))
+    head = LossHead(model.get_output_embeddings().weight, config.memory.loss_chunk, config.memory.loss)
+    model.set_output_embeddings(head)
     torch.manual_seed(config.train.seed)
     if not filled:
         fill = weights.fill_later(model)

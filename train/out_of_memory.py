@@ -47,6 +47,8 @@ def knobs(config: Config, part: str) -> list[str]:
     """What would make this part smaller, the cheapest first."""
     memory, parallel, length = config.memory, config.parallel, config.sequence.length
     chunk = f"memory.loss_chunk = {memory.loss_chunk}: a smaller one holds fewer logits"
+    if memory.loss == "liger":
+        chunk = "memory.loss = 'liger': 'chunked' holds fewer logits where a rank has many tokens"
     recompute = (
         f"memory.checkpoint = {memory.checkpoint!r}: "
         + {

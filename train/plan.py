@@ -121,11 +121,12 @@ class Plan:
         batch = self.config.batch(self._world_size)
         moved = sum(size for part, size in memory.host(sizes, step).items() if part != "optimizer")
         every_token = flops.elementwise(sizes, runs, tile=switches.mlp_tile, number_bytes=step.number_bytes)
-        every_token += flops.head_elementwise(sizes, switches.loss_chunk, number_bytes=step.number_bytes)
+        chunk = None if switches.loss == "liger" else switches.loss_chunk
+        every_token += flops.head_elementwise(sizes, chunk, number_bytes=step.number_bytes)
         times = flops.step_seconds(
             self.shape, [step.sequence] * batch.global_batch, rates, runs,
             mlp_params=3 * sizes.layers * sizes.width * sizes.mlp_width, head_params=sizes.head_params,
-            ranks=step.ranks, moved_bytes=batch.accumulation * moved,
+            loss=switches.loss, ranks=step.ranks, moved_bytes=batch.accumulation * moved,
             elementwise_bytes=every_token,
         )  # fmt: skip
         if "optimizer" in switches.offload:  # gradients out, weights back; weights, gradients, states read and written
@@ -142,6 +143,8 @@ class Plan:
         """[memory] with one key changed so that less is needed."""
         if switches.checkpoint == "none":
             yield switches.model_copy(update={"checkpoint": "selective"})
+        if switches.loss == "liger":
+            yield switches.model_copy(update={"loss": "chunked"})
         if switches.loss_chunk > CHUNK:
             yield switches.model_copy(update={"loss_chunk": CHUNK})
         if switches.mlp_tile is None or switches.mlp_tile > TILE:

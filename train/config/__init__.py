@@ -8,6 +8,7 @@ Here lives what can be judged before a GPU is touched. Nothing of torch, transfo
     run.py        Config: the tables together, and the sizes that follow from them
     file.py       load: TOML and overrides -> Config
     folders.py    check_paths: the folders that the keys name
+    packages.py   check_packages: what is to be installed for them
     pretrained.py resolve: what the folder of model.pretrained says of the model
     heads.py      the tensors of that folder: whether they fit, and their fingerprint
     refusal.py    ConfigError, and the one sentence for what pydantic refused
@@ -15,6 +16,7 @@ Here lives what can be judged before a GPU is touched. Nothing of torch, transfo
 
 from .file import load
 from .folders import check_paths, was_pruned
+from .packages import check_packages
 from .pretrained import resolve
 from .refusal import ConfigError
 from .rules import MODEL_REFUSED
@@ -61,6 +63,7 @@ __all__ = [
     "Slurm",
     "Source",
     "Train",
+    "check_packages",
     "check_paths",
     "load",
     "resolve",

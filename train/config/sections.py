@@ -211,8 +211,11 @@ class Memory(Section):
     checkpoint = "selective" keeps; "optimizer", the optimizer's numbers, which are updated there."""
     mlp_tile: Count | None = None
     """Local tokens whose MLPs and norms are computed at one time, again in the backward; left out: all."""
+    loss: Literal["chunked", "liger"] = "chunked"
+    """Who makes the loss of training: "chunked", ours; "liger", the package liger-kernel on GPUs, which makes the
+    gradients in the forward, in chunks of its own. Evaluation is always ours."""
     loss_chunk: Count = 1024
-    """Local tokens whose logits exist at one time."""
+    """Local tokens whose logits exist at one time; with loss = "liger" it is not to be given."""
     device_gb: Positive | None = None
     """Memory of one GPU, in 10^9 bytes, which a step must fit into; left out: that of the GPU that is there."""
     host_gb: Positive | None = None
