@@ -4,13 +4,13 @@
     torchrun --nproc-per-node 2 benchmarks/ring.py --lengths 32768
     torchrun --nproc-per-node 2 benchmarks/ring.py --tiny               # gloo on CPUs: does it run? Writes no file
 
-Causal attention, bf16, D=128, forward and forward + backward, through `ringflash.attention` as a user calls it. "alone"
-is the whole sequence on each GPU with its share of the heads: the same FLOPs without a ring. "context_parallel" is
-PyTorch's, with cuDNN; "zigzag cudnn" and "zigzag flash" are ring-flash-attention's, see `zigzag.py`. TFLOP/s are of
-visible pairs a GPU; a time is the slowest rank's, of one call among some that follow each other as layers do, the
-median of rounds that all ranks begin together; host_ms is how long the host takes to order one. With --profile the row
-of the ring, both ways, says how long rank 0's messages ran, and how long with no kernel beside them. A contender that
-fails is a row with its error.
+Causal attention, bf16, D=128, forward and forward + backward, through `ringflash.attention` as a user calls it: "ring"
+and "gather" are its arrangements. "alone" is the whole sequence on each GPU with its share of the heads: the same FLOPs
+without a ring. "context_parallel" is PyTorch's, with cuDNN; "zigzag cudnn" and "zigzag flash" are ring-flash-
+attention's, see `zigzag.py`. TFLOP/s are of visible pairs a GPU; a time is the slowest rank's, of one call among some
+that follow each other as layers do, the median of rounds that all ranks begin together; host_ms is how long the host
+takes to order one. With --profile the row of the ring, both ways, says how long rank 0's messages ran, and how long
+with no kernel beside them. A contender that fails is a row with its error.
 
 Letters: P ranks, S tokens of the sequence.
 """
@@ -91,12 +91,17 @@ def tensors(tokens: int, heads: int, kv_heads: int, device: torch.device) -> lis
     return [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
 
 
-@contextmanager
-def ours(case: Case, device: torch.device) -> Iterator[Ready]:
-    layout = ringflash.Ring(layout="zigzag").layout(case.length)
-    *inputs, dout = tensors(layout.local_len, case.heads, case.kv_heads, device)
-    inputs = [x.requires_grad_() for x in inputs]
-    yield Ready(lambda: ringflash.attention(*inputs, layout=layout), inputs, dout)
+def ours(arrangement: str) -> Callable[[Case, torch.device], AbstractContextManager[Ready]]:
+    """Ours over all GPUs, zigzag."""
+
+    @contextmanager
+    def make(case: Case, device: torch.device) -> Iterator[Ready]:
+        layout = ringflash.Ring(layout="zigzag", arrangement=arrangement).layout(case.length)
+        *inputs, dout = tensors(layout.local_len, case.heads, case.kv_heads, device)
+        inputs = [x.requires_grad_() for x in inputs]
+        yield Ready(lambda: ringflash.attention(*inputs, layout=layout), inputs, dout)
+
+    return make
 
 
 @contextmanager
@@ -139,7 +144,7 @@ def zigzag(backend: str) -> Callable[[Case, torch.device], AbstractContextManage
 
 
 CONTENDERS: dict[str, Callable[[Case, torch.device], AbstractContextManager[Ready]]] = {
-    "ring": ours, "alone": alone, "context_parallel": context_parallel,
+    "ring": ours("ring"), "gather": ours("gather"), "alone": alone, "context_parallel": context_parallel,
     **{f"zigzag {backend}": zigzag(backend) for backend in rivals.BACKENDS},
 }  # fmt: skip
 

@@ -148,11 +148,9 @@ class Present:
 
     beside, second_stream = exchange.Processes.beside, exchange.Processes.second_stream
 
-    def post(
-        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
-    ) -> Here:
+    def post(self, sends: exchange.Messages, receives: exchange.Messages, what: str, slow: bool = False) -> Here:
         """See `exchange.Transport.post`."""
-        for tensor in receives.values():
+        for _, tensor in receives:
             if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
                 self._captured.append(tensor)  # kept: a graph writes to no other place
             elif tensor.data_ptr() not in self._known:

@@ -28,11 +28,9 @@ class Arriving:
 
     beside, second_stream = exchange.Processes.beside, exchange.Processes.second_stream
 
-    def post(
-        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
-    ) -> Here:
+    def post(self, sends: exchange.Messages, receives: exchange.Messages, what: str, slow: bool = False) -> Here:
         """See `exchange.Transport.post`."""
-        for tensor in receives.values():
+        for _, tensor in receives:
             self.num_bytes += tensor.nbytes
             tensor.copy_(self._noise_like(tensor))
         return Here()

@@ -135,7 +135,8 @@ class Explanation:
     """What one call of `attention` will do on this rank. str() of it is a few lines to read.
 
     kernel: the kernel that will run; reason: why this one; hops: distances that keys travel, the same on every rank
-    sends: messages of keys that this rank sends; forward_bytes, backward_bytes: bytes that it sends, all in all
+    sends: blocks of keys that this rank sends, in a gather piece by piece
+    forward_bytes, backward_bytes: bytes that this rank sends, all in all
     arrangement: how ranks pass blocks on, a key of ringflash.ARRANGEMENTS; rotates: what travels in the backward, keys
         or queries; transit: the type of gradients under way
     pairs: (query, key) pairs that this ring rank computes, a head; share: pairs / mean over the ring ranks

@@ -57,9 +57,12 @@ def double(hops: list[int], inner: int) -> list[Leg]:
 
 
 def gather(hops: list[int], inner: int) -> list[Leg]:
-    """Every rank gets all that it needs from its owners at once, beside its own block, and computes it in one go."""
+    """Every rank gets all that it needs from its owners at once, and computes it in one go with its own block."""
     return [Leg(hop, HOME, HOME, 0) for hop in hops]
 
+
+AT_ONCE = ("gather",)
+"""Arrangements whose only blocks are all that a rank needs, its own among them."""
 
 # name -> (hops in order, ranks of a node) -> legs
 ARRANGEMENTS: dict[str, Callable[[list[int], int], list[Leg]]] = {"ring": ring, "double": double, "gather": gather}

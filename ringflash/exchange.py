@@ -25,6 +25,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""(peer, what goes there or where it comes to), in one order on both sides where a pair has several."""
+
 WATCH_S = 1.0  # how often the watcher looks at messages under way
 
 
@@ -55,10 +58,8 @@ class Transport(Protocol):
         others: streams on which there are some, besides the current one
         """
 
-    def post(
-        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
-    ) -> Pending:
-        """Start one batch: a contiguous tensor to each key of `sends`, and one from each key of `receives`.
+    def post(self, sends: Messages, receives: Messages, what: str, slow: bool = False) -> Pending:
+        """Start one batch: contiguous tensors to the ranks of `sends`, and from those of `receives`.
 
         slow: other batches may pass it on the way. All ranks post the messages of a pair in one order.
         """
@@ -100,14 +101,12 @@ class Processes:
         with torch.cuda.stream(stream):
             yield
 
-    def post(
-        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
-    ) -> Pending:
+    def post(self, sends: Messages, receives: Messages, what: str, slow: bool = False) -> Pending:
         """See `Transport.post`. NCCL carries the batches of one group one after the other."""
         group = self.slow_group if slow and self.slow_group else self.group
         ops, names = [], []
         for peers, start, verb in ((sends, dist.isend, "sending to"), (receives, dist.irecv, "receiving from")):
-            for peer, tensor in peers.items():
+            for peer, tensor in peers:
                 ops.append(dist.P2POp(start, tensor, group=group, group_peer=self.members[peer]))
                 names.append(f"{what}: {verb} rank {self.members[peer]}")
         try:
@@ -296,15 +295,13 @@ class Threads:
         """See `Transport.beside`."""
         return nullcontext()
 
-    def post(
-        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], what: str, slow: bool = False
-    ) -> Pending:
+    def post(self, sends: Messages, receives: Messages, what: str, slow: bool = False) -> Pending:
         """See `Transport.post`."""
         taken, tickets = [], []
-        for peer, tensor in sends.items():
+        for peer, tensor in sends:
             taken.append(threading.Event())
             self.stage.sent[self.rank, peer].append((tensor, taken[-1]))
-        for peer, into in receives.items():
+        for peer, into in receives:
             tickets.append((peer, self.stage.awaited[peer, self.rank], into))
             self.stage.awaited[peer, self.rank] += 1
         return _Handover(self.stage, self.rank, tickets, taken, what)

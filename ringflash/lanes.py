@@ -19,8 +19,8 @@ import torch
 from .exchange import Pending, Transport
 from .routes import FIRST, REST, WHOLE
 
-LANE_ROWS = 8192
-"""With fewer local tokens there is one lane: a second is one more kernel a hop for the host to order. Not tuned."""
+LANE_ROWS = 16384
+"""With fewer local tokens there is one lane: at 8k a second one cost 0 to 13% on one GPU, at 16k it gained 0 to 1%."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Lanes:
     def __init__(self, lanes: Sequence[Lane], transport: Transport | None, device: torch.device) -> None:
         self.all = tuple(lanes)
         self._transport, self._device = transport, device
-        self._others = [lane.stream for lane in lanes if lane.stream is not None]
+        self._others = list(dict.fromkeys(lane.stream for lane in lanes if lane.stream is not None))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -109,3 +109,8 @@ def lanes_of(q: torch.Tensor, k: torch.Tensor, transport: Transport | None) -> L
     first = Lane(slice(0, border * size), slice(0, border))
     second = Lane(slice(border * size, heads), slice(border, groups), transport.second_stream(q.device))
     return Lanes([first, second], transport, q.device)
+
+
+def of_heads(heads: slice, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """These heads of [B, L, H, D] or, contiguous, of [B, H, L], one number a row: nothing beside a block."""
+    return [x[:, :, heads] if x.dim() == 4 else x[:, heads].contiguous() for x in tensors]

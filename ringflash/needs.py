@@ -17,6 +17,7 @@ import torch
 from .arrangements import Geometry
 from .mask import Segments, positions
 
+FEW = 4  # runs that are copied, or sent, one by one; of more an index is made, or one message
 NOBODY = np.zeros(0, np.int64)  # no elements
 
 
@@ -46,11 +47,23 @@ class Rows:
         first, count = self.runs[0].tolist() if len(self.runs) else (0, 0)
         return slice(first, first + count)
 
+    def places(self) -> list[tuple[slice, slice]]:
+        """(among these rows, in the block) of each run, if they are few; otherwise none."""
+        if not few(self.runs):
+            return []
+        begin = (self.runs[:, 1].cumsum() - self.runs[:, 1]).tolist()
+        return [(slice(b, b + n), slice(a, a + n)) for b, (a, n) in zip(begin, self.runs.tolist(), strict=True)]
+
     def index(self, device: torch.device) -> torch.Tensor:
         """int64 [count] on a device, made once."""
         if device not in self._made:
             self._made[device] = torch.from_numpy(positions(self.runs)).to(device)
         return self._made[device]
+
+
+def few(runs: np.ndarray) -> bool:
+    """Are these runs worth a copy, or a message, each?"""
+    return len(runs) <= FEW
 
 
 class Needs(NamedTuple):
@@ -73,6 +86,11 @@ class Needs(NamedTuple):
         breaks = np.flatnonzero(starts[1:] != ends[:-1])
         begin, end = starts[np.concatenate(([0], breaks + 1))], ends[np.append(breaks, len(ends) - 1)]
         return np.stack((begin, end - begin), 1)
+
+    def rows_before(self, positions: np.ndarray, whole: np.ndarray) -> np.ndarray:
+        """How many tokens of the elements `whole` come before each of these positions, at which some of them begin."""
+        counts = self.length[whole]
+        return (np.cumsum(counts) - counts)[np.searchsorted(self.start[whole], positions)]
 
     def rows(self, part: np.ndarray, whole: np.ndarray) -> Rows:
         """Where the tokens of the elements `part` lie among those of `whole`."""

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from . import gathering
 from .exchange import Transport
 from .kernels import Kernel, State
-from .lanes import Lane, Lanes, lanes_of, one_lane
+from .lanes import Lane, Lanes, lanes_of, of_heads, one_lane
 from .mask import View
 from .routes import Route
 from .travel import Blocks, Sums
@@ -38,6 +39,8 @@ def forward(
     returns out [B, L, H, D] in q's type and lse [B, H, L] fp32, natural log, the sink in it; a row that sees nothing:
         0 and -inf, or the sink
     """
+    if route.joined is not None:
+        return gathering.forward(q, k, v, route, transport, kernel, scale=scale, sinks=sinks)
     batch, length, heads, _ = q.shape
     first, last = route.first, route.last
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -86,6 +89,9 @@ def backward(
         assert view is not None
         run(dout, q, k, v, lse, delta, view, dq, dk, dv)
         return dq, dk, dv
+    if route.joined is not None:
+        tensors = dout, q, k, v, lse, delta
+        return gathering.backward(*tensors, route, transport, run, rounded=rounded, transit=transit)
     lanes = lanes_of(q, k, transport)
     side = (Keys if route.what == "keys" else Queries)((dout, q, k, v, lse, delta), lanes, run)
     if not any(visit.own and visit.view for visit in route.visits):
@@ -162,11 +168,6 @@ class Queries:
         dk, dv = (x.to(dtype) for x in self._total)
         (dq,) = sums.come_home(self._dtype)
         return dq, dk, dv
-
-
-def of_heads(heads: slice, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """These heads of [B, L, H, D] or, contiguous, of [B, H, L], one number a row: nothing beside a block."""
-    return [x[:, :, heads] if x.dim() == 4 else x[:, heads].contiguous() for x in tensors]
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .arrangements import ARRANGEMENTS, HOME, Geometry
+from .arrangements import ARRANGEMENTS, AT_ONCE, HOME, Geometry
 from .mask import Segments, View, plan_one_device, positions
-from .needs import NOBODY, Needs, Rows, needs_of
+from .needs import NOBODY, Needs, Rows, few, needs_of
 
 UNIT_BYTES = 16  # what TMA wants of starts and strides: parts of a row of bytes begin at multiples of it
 WHOLE, FIRST, REST = "whole", "first", "rest"
@@ -29,10 +29,14 @@ TRAVELLERS = {"keys": "keys and values", "queries": "queries"}
 
 
 class Message(NamedTuple):
-    """Rows that go to a peer, or come from it. rows: of the block or of the sum that stands on this rank."""
+    """Rows that go to a peer, or come from it. rows: of the block or of the sum that stands on this rank.
+
+    pieces: runs of the rows that go each by itself, so that none is copied first; none = all rows go together
+    """
 
     peer: int
     rows: Rows
+    pieces: tuple[slice, ...] = ()
 
 
 class Trip(NamedTuple):
@@ -75,6 +79,8 @@ class Route:
 
     what: a key of TRAVELLERS; hops: distances in the order of visits, the same on every rank; may lack 0, may be empty
     visits: one a hop, or one for several; trips: those that are posted before the first; home: own rows that leave
+    joined: where all is computed at once, the rows of the one block that are this rank's own; None where blocks visit
+    pairs: that one head of a rank sees on average, the same on every rank; with `joined`
     """
 
     what: str
@@ -82,6 +88,8 @@ class Route:
     visits: tuple[Visit, ...]
     trips: tuple[Trip, ...]
     home: Rows
+    joined: Rows | None = None
+    pairs: int = 0
 
     @property
     def first(self) -> int:
@@ -191,6 +199,23 @@ class Walk:
             return []
         peer = int(self.travel.geometry.holder(owner, other))
         return [Message(peer, self.travel.needs.rows(elements, whole))]
+
+    def exchanged(self, sets: list[np.ndarray], whole: np.ndarray) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """(own rows that go to others, rows of others that come here), where each stands among those of `whole`.
+
+        Runs of the sequence are pieces, if they are few: both ranks of a message see the same ones.
+        """
+        legs, needs = self.travel.legs, self.travel.needs
+        goes: list[Message] = []
+        comes: list[Message] = []
+        for i, leg in enumerate(legs):
+            for found, hop, other in ((goes, 0, leg.hop), (comes, leg.hop, 0)):
+                for peer, rows, _ in self._message(sets, i, hop, other, whole):
+                    runs = needs.segments(self.elements(sets, i, self._owner(hop)))
+                    starts = needs.rows_before(runs[:, 0], whole)
+                    pieces = [slice(a, a + n) for a, n in zip(starts.tolist(), runs[:, 1].tolist(), strict=True)]
+                    found.append(Message(peer, rows, tuple(pieces) if few(runs) else ()))
+        return tuple(goes), tuple(comes)
 
     def _hop(self, leg: int) -> int:
         return 0 if leg == HOME else self.travel.legs[leg].hop
@@ -311,6 +336,8 @@ class Plan:
 
     def _route(self, what: str, travel: Travel) -> Route:
         walk = Walk(travel, self.rank, what)
+        if self._arrangement in AT_ONCE and travel.legs:
+            return self._joined(what, travel, walk)
         own = walk.owned[self.rank]
         nothing = Rows(np.zeros((0, 2), np.int64), 0)
         visits = []
@@ -333,6 +360,22 @@ class Plan:
             )  # fmt: skip
         home = travel.needs.rows(walk.here(travel.kept, HOME), own)
         return Route(what, tuple(travel.hops), tuple(visits), walk.trips(HOME), home)
+
+    def _joined(self, what: str, travel: Travel, walk: Walk) -> Route:
+        """One visit to all that this rank needs, with its own rows between those of others."""
+        needs, own = travel.needs, walk.owned[self.rank]
+        block = np.union1d(own, walk.here(travel.kept, 0))
+        everything, count = needs.rows(block, block), int(needs.length[block].sum())
+        view = self._view(what, needs, block) if needs.seen[self.rank, block].any() else None
+        goes, comes = walk.exchanged(travel.kept, block)
+        back, away = walk.exchanged(travel.carried, block)  # gradients go the other way
+        trip = Trip(0, goes, comes, False, f"{walk.what} for all hops")
+        home = Trip(HOME, away, back, False, "gradients home from all hops")
+        trips, returns = ((one,) if one.sends or one.receives else () for one in (trip, home))
+        visit = Visit(view, False, WHOLE, count, (), count, everything, everything, returns)
+        seen = np.maximum(self._hi - self._lo, 0).sum(dtype=np.int64)
+        joined, pairs = needs.rows(own, block), int(seen) // self.geometry.size
+        return Route(what, tuple(travel.hops), (visit,), trips, needs.rows(own, own), joined, pairs)
 
     def _view(self, what: str, needs: Needs, elements: np.ndarray) -> View:
         """The own queries and these keys, or these queries and the own keys; one object for equal ones."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .arrangements import HOME
-from .exchange import Pending
+from .exchange import Messages, Pending
 from .lanes import Lanes
 from .needs import Rows
 from .routes import UNIT_BYTES, Message, Route, Trip, Visit
@@ -32,7 +32,17 @@ def add(x: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
     if rows.span:
         x[rows.span] += values
     else:
-        x.index_add_(0, rows.index(x.device), values.to(x.dtype))
+        at = rows.index(x.device)
+        target, part = in_units(x, x.index_select(0, at) + values)
+        target.index_copy_(0, at, part)  # index_add_ goes number by number
+
+
+def put(x: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
+    """x[rows] = values, for x [n, ...]."""
+    for here, there in rows.places():
+        x[there].copy_(values[here])
+    if not rows.places():
+        x.index_copy_(0, rows.index(x.device), values)
 
 
 def rounded_sum(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -77,6 +87,12 @@ class Record:
             )
             target, part = in_units(into, part)
             target.copy_(part)
+
+    def put(self, tensors: Sequence[torch.Tensor], rows: Rows, block: torch.Tensor) -> None:
+        """Copy the whole tensors into these rows of a block."""
+        for x, into, dim in zip(tensors, self.read(block), self._dims, strict=True):
+            target, part = (each.movedim(dim, 0) for each in in_units(into, x))
+            put(target, rows, part)
 
 
 def in_units(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -164,7 +180,7 @@ class Posted(NamedTuple):
 
     pending: Pending
     source: Loan | None
-    sends: list[torch.Tensor]
+    sends: Messages
     arriving: list[tuple[Loan, Message]]
 
 
@@ -182,8 +198,6 @@ class Blocks:
         count = max((visit.count for visit in route.visits if not visit.own), default=0)
         home, row = route.home.count, [self._record.num_bytes]
         self._pool = Pool(max(home, count), row, torch.uint8, self._device)
-        # what leaves home may be a small part of what visits, as where all blocks visit at once
-        self._homes = self._pool if 2 * home > count else Pool(home, row, torch.uint8, self._device)
         trips = [trip for trip in route.block_trips for message in trip.receives if not message.rows.span]
         self._loose = Pool(
             _largest(message for trip in trips for message in trip.receives),
@@ -216,26 +230,26 @@ class Blocks:
         return self._loans[i]
 
     def _leave_home(self) -> None:
-        home = Loan(self._homes, len(self._route.trips))
+        home = Loan(self._pool, len(self._route.trips))
         with self._lanes.beside():
             self._record.write(self._tensors, self._route.home, home.buffer[: self._route.home.count])
         for trip in self._route.trips:
             self._post(trip, home, self._route.home.count)
 
     def _post(self, trip: Trip, source: Loan, count: int) -> None:
-        arriving, receives = [], {}
+        arriving, receives = [], []
         target = self._route.visits[trip.visit]
         for message in trip.receives:
             span = message.rows.span
             loan = self._loan(trip.visit) if span else Loan(self._loose, 1)
             room = loan.buffer[: target.count][span] if span else loan.buffer[: message.rows.count]
             arriving += [] if span else [(loan, message)]
-            receives[message.peer] = room
+            receives.append((message.peer, room))
         with self._lanes.beside():
             block = source.buffer[:count]
-            sends = {message.peer: take(block, message.rows) for message in trip.sends}
+            sends = [(message.peer, take(block, message.rows)) for message in trip.sends]
             pending = self._lanes.transport.post(sends, receives, trip.what, trip.slow)
-        self._posted.setdefault(trip.visit, []).append(Posted(pending, source, list(sends.values()), arriving))
+        self._posted.setdefault(trip.visit, []).append(Posted(pending, source, sends, arriving))
 
     def _arrive(self, i: int, posted: Posted) -> None:
         self._lanes.wait(posted.pending)
@@ -245,7 +259,8 @@ class Blocks:
             self._lanes.join()
         for loose, message in posted.arriving:
             block = self._loan(i).buffer[: self._route.visits[i].count]
-            block.index_copy_(0, message.rows.index(self._device), loose.buffer[: message.rows.count])
+            target, part = in_units(block, loose.buffer[: message.rows.count])
+            put(target, message.rows, part)
             loose.let_go()
         if posted.arriving:
             self._lanes.follow()
@@ -349,7 +364,7 @@ class Sums:
 
     def _post(self, trip: Trip, total: Loan | None, count: int) -> None:
         arriving = [(Loan(self._arriving, 1), message) for message in trip.receives]
-        receives = {message.peer: loan.buffer[: message.rows.count] for loan, message in arriving}
+        receives = [(message.peer, loan.buffer[: message.rows.count]) for loan, message in arriving]
         if total and self._rounded:
             rounded = Loan(self._rounded, 1)
             for lane in self._lanes.all:
@@ -359,6 +374,6 @@ class Sums:
             total.let_go()
             total = rounded
         with self._lanes.beside():
-            sends = {message.peer: take(total.buffer[:count], message.rows) for message in trip.sends} if total else {}
+            sends = [(one.peer, take(total.buffer[:count], one.rows)) for one in trip.sends] if total else []
             pending = self._lanes.transport.post(sends, receives, trip.what, trip.slow)
-        self._posted.setdefault(trip.visit, []).append(Posted(pending, total, list(sends.values()), arriving))
+        self._posted.setdefault(trip.visit, []).append(Posted(pending, total, sends, arriving))

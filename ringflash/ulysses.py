@@ -19,7 +19,7 @@ def _swap(pieces: list[torch.Tensor], transport: Transport, what: str) -> list[t
     pieces = [piece.contiguous() for piece in pieces]
     received = [piece if u == transport.rank else torch.empty_like(piece) for u, piece in enumerate(pieces)]
     others = [u for u in range(transport.size) if u != transport.rank]
-    transport.post({u: pieces[u] for u in others}, {u: received[u] for u in others}, what).wait()
+    transport.post([(u, pieces[u]) for u in others], [(u, received[u]) for u in others], what).wait()
     return received
 
 

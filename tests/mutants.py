@@ -163,10 +163,34 @@ FAULTS = [
         "tests/test_routes.py::test_a_double_ring_asks_for_the_next_node_a_whole_round_ahead",
     ),
     Fault(
-        "gathered rows out of order", "ringflash/travel.py",
-        "block.index_copy_(0, message.rows.index(self._device),",
-        "block.index_copy_(0, message.rows.index(self._device).flip(0),",
+        "rows of several runs out of order", "ringflash/travel.py",
+        "x.index_copy_(0, rows.index(x.device), values)", "x.index_copy_(0, rows.index(x.device).flip(0), values)",
         "tests/test_arrangements.py::test_arrangements_equal_the_reference[gather-None-causal-striped-keys]",
+    ),
+    Fault(
+        "pieces of a message in another order than its rows", "ringflash/gathering.py",
+        "zip(message.pieces, coming", "zip(message.pieces[::-1], coming",
+        "tests/test_arrangements.py::test_arrangements_equal_the_reference[gather-None-causal-zigzag-queries]",
+    ),
+    Fault(
+        "what comes home of a section is never added", "ringflash/gathering.py",
+        "            returned.pass_on(lane, loan)\n        returned.finish()\n",
+        "            returned.pass_on(lane, loan)\n",
+        "tests/test_arrangements.py::test_arrangements_equal_the_reference[gather-None-causal-zigzag-queries]",
+    ),
+    Fault(
+        "a section is computed before its rows are here", "ringflash/gathering.py",
+        """                for each in pending:
+                    each.wait()
+                for room, message in loose:
+""",
+        "                for room, message in loose:\n",
+        "tests/test_lanes.py::test_no_stream_reads_or_writes_too_early[gather-balanced-causal-keys-torch.float32]",
+    ),
+    Fault(
+        "gathered rows that lie between own ones left out of the block", "ringflash/routes.py",
+        "block = np.union1d(own, walk.here(travel.kept, 0))", "block = own",
+        "tests/test_arrangements.py::test_arrangements_equal_the_reference[gather-None-causal-zigzag-queries]",
     ),
     Fault(
         "auto looks at the time alone", "ringflash/fitting.py",

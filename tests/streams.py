@@ -20,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ringflash.exchange import Messages
+
 NAMES = "caller", "second", "side", "messages", "slow messages"
 _current = threading.local()  # ranks are threads
 
@@ -155,12 +157,12 @@ class Transport:
         with on(side):
             yield
 
-    def post(self, sends: dict, receives: dict, what: str, slow: bool = False) -> Arriving:
+    def post(self, sends: Messages, receives: Messages, what: str, slow: bool = False) -> Arriving:
         stream = self._watch.streams[4 if slow else 3]
         stream.wait_stream(current())
         stream.tick()
         for tensors, writes in ((sends, False), (receives, True)):
-            for x in tensors.values():
+            for _, x in tensors:
                 self._watch.access(x, stream, what, writes=writes)
         with _disable_current_modes():
             return Arriving(self._inner.post(sends, receives, what, slow), stream)

@@ -92,7 +92,7 @@ class Part:
         return self.whole.beside(device, others)
 
     def post(self, sends, receives, what, slow=False):
-        sends, receives = ({self.members[peer]: x for peer, x in side.items()} for side in (sends, receives))
+        sends, receives = ([(self.members[peer], x) for peer, x in side] for side in (sends, receives))
         return self.whole.post(sends, receives, what, slow)
 
 

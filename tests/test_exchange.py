@@ -72,7 +72,7 @@ def test_a_failing_rank_ends_the_play_with_its_own_error():
         if transport.rank == 2:
             raise ValueError("boom")
         one = torch.zeros(1)
-        transport.post({(transport.rank + 1) % 3: one}, {(transport.rank - 1) % 3: one.clone()}, "a message").wait()
+        transport.post([((transport.rank + 1) % 3, one)], [((transport.rank - 1) % 3, one.clone())], "a message").wait()
 
     started = time.monotonic()
     with pytest.raises(ValueError, match="boom"):
@@ -84,7 +84,7 @@ def test_played_messages_of_a_pair_arrive_in_the_order_of_their_posts_whatever_i
     def body(transport: exchange.Transport) -> list[float]:
         peer = 1 - transport.rank
         sent, got = [torch.full((1,), 10.0 * transport.rank + i) for i in range(3)], torch.zeros(3, 1)
-        posted = [transport.post({peer: sent[i]}, {peer: got[i]}, f"message {i}", i == 0) for i in range(3)]
+        posted = [transport.post([(peer, sent[i])], [(peer, got[i])], f"message {i}", i == 0) for i in range(3)]
         for i in (2, 0, 1):
             posted[i].wait()
         return got.flatten().tolist()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringflash import LAYOUTS, exchange, lanes, mask, ring, routes
+from ringflash import LAYOUTS, exchange, gathering, lanes, mask, ring, routes
 from ringflash.kernels import KERNELS
 from ringflash.layouts.documents import Documents
 
@@ -29,14 +29,14 @@ class Noisy:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.size = rank, SIZE
-        self.sent: dict[tuple[str, int], torch.Tensor] = {}
+        self.sent: dict[tuple, torch.Tensor] = {}
 
     beside, second_stream = exchange.Processes.beside, exchange.Processes.second_stream
 
     def post(self, sends, receives, what, slow=False):
-        for peer, x in sends.items():
-            self.sent[what, peer] = x.clone()
-        for peer, x in receives.items():
+        for peer, x in sends:
+            self.sent[what, peer, len(self.sent)] = x.clone()
+        for peer, x in receives:
             generator = torch.Generator("cuda").manual_seed(zlib.crc32(f"{what} {peer}".encode()))
             numbers = x.view(torch.bfloat16) if x.dtype == torch.uint8 else x
             numbers.normal_(generator=generator)
@@ -54,9 +54,9 @@ class Arrived:
 def of_one_rank(plan, rotate: str, transit: torch.dtype, rank: int) -> dict:
     """Gradients and messages of a deterministic backward, ordered while the GPU sleeps."""
     generator = torch.Generator("cuda").manual_seed(0)
-    shapes = [(1, LOCAL, heads, 128) for heads in (4, 2, 2, 4)]
+    shapes = [(1, LOCAL, heads, 128) for heads in (8, 2, 2, 8)]
     q, k, v, dout = (torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes)
-    rows = torch.randn(1, 4, LOCAL, generator=generator, device="cuda")
+    rows = torch.randn(1, 8, LOCAL, generator=generator, device="cuda")
     transport, kernel = Noisy(rank), KERNELS["triton"]
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)
@@ -80,6 +80,7 @@ def test_two_streams_give_the_bits_of_one(monkeypatch, arrangement, layout, mask
     segments = LAYOUTS[layout].segments(SIZE * LOCAL, SIZE, 1, Documents(borders, True))
     rank = 3
     monkeypatch.setattr(lanes, "LANE_ROWS", LOCAL)
+    monkeypatch.setattr(gathering, "SECTION_PAIRS", 1)
     plan = routes.Plan(segments, rank, lo, hi, arrangement=arrangement, inner=2 if arrangement == "double" else None)
     with monkeypatch.context() as patched:
         patched.setattr(Noisy, "second_stream", lambda self, device: None)

@@ -21,12 +21,12 @@ from ringflash.kernels import eager
 def bytes_sent(ulysses: int, groups: int, name: str, dtype: torch.dtype, rotate: str = "auto", **ring: Any) -> None:
     """What explain announces is what the transport carries."""
     sent, heads = {"forward": 0, "backward": 0}, {"forward": 0, "backward": 0}
-    phase, plain, keys = ["forward"], exchange.Processes.post, []
+    phase, plain, keys = ["forward"], exchange.Processes.post, set()
 
     def counted(self, sends, receives, what, slow=False):
-        sent[phase[0]] += sum(x.numel() * x.element_size() for x in sends.values())
+        sent[phase[0]] += sum(x.numel() * x.element_size() for _, x in sends)
         heads[phase[0]] += what.startswith("heads")
-        keys.extend([what] * len(sends) if phase[0] == "forward" and what.startswith("keys") else [])
+        keys.update((what, peer) for peer, _ in sends if phase[0] == "forward" and what.startswith("keys"))
         return plain(self, sends, receives, what, slow)
 
     exchange.Processes.post = counted

@@ -264,8 +264,6 @@ def test_the_last_gradients_come_home_under_what_the_second_lane_has_left(in_lan
         # hops 2 and 3 are those of the other node: its block is asked for a whole inner round before it is used
         ("double", False, "+2 +1 K -1 K -2 +3 K -3 K"),
         ("double", True, "+2 +1 K -1 K >1 -2 +3 K -3 K <1 ^3 _3"),
-        ("gather", False, "+1&2&3 K -1&2&3 K"),
-        ("gather", True, "+1&2&3 K -1&2&3 K ^1&2&3 _1&2&3"),
     ],
 )
 def test_what_is_posted_and_awaited_when_in_other_arrangements(arrangement, backward, order):
@@ -277,6 +275,21 @@ def test_what_is_posted_and_awaited_when_in_other_arrangements(arrangement, back
             told[at:at] = ["post gradients after hop 2"]
             told.insert(told.index("wait gradients after hop 1") + 1, "wait gradients after hop 2")
         assert seen.events == told
+
+
+@pytest.mark.parametrize(
+    ("backward", "order"),
+    [
+        # heads in two sections: what the second needs is on its way while the first is computed, and so are the
+        # gradients of the first while the second is
+        (False, "+all +all -all K -all K"),
+        (True, "+all +all -all K ^all -all K _all ^all _all"),
+    ],
+)
+def test_a_gather_asks_for_the_next_section_of_heads_before_it_computes_one(backward, order):
+    for seen in record(4, "contiguous", backward, plan={"arrangement": "gather"}, causal=False):
+        told = [event.replace("for hop all", "for all hops") for event in events(order)]
+        assert seen.events == [event.replace("from hop all", "from all hops") for event in told]
 
 
 @pytest.mark.parametrize(("backward", "order"), [(False, "+2 -2 +3 K -3 K"), (True, "+2 -2 +3 K >2 -3 K <2 ^3 _3")])
@@ -318,10 +331,10 @@ def test_R28_each_message_is_posted_by_both_of_its_ranks_in_one_order(arrangemen
     for seen in ranks:
         for sends, receives, what in seen.posts:
             assert sends or receives
-            for peer, block in sends.items():
+            for peer, block in sends:
                 assert peer != seen.rank and block.is_contiguous() and block.numel()
                 sent[seen.rank, peer].append((what, block.shape, block.dtype))
-            for peer, block in receives.items():
+            for peer, block in receives:
                 assert block.is_contiguous()
                 awaited[peer, seen.rank].append((what, block.shape, block.dtype))
     assert sent == awaited
@@ -332,7 +345,7 @@ def test_keys_and_gradients_use_two_buffers_each():
         for kind in ("keys", "gradients"):
             posts = [post for post in seen.posts if post[2].startswith(kind)]
             assert len(posts) == 7
-            buffers = {x.data_ptr() for sends, receives, _ in posts for x in (*sends.values(), *receives.values())}
+            buffers = {x.data_ptr() for sends, receives, _ in posts for _, x in (*sends, *receives)}
             # the first sum is no arrival: it lies in a buffer of its own
             assert len(buffers) == (2 if kind == "keys" else 3)
 
@@ -343,7 +356,7 @@ def test_a_played_rank_that_does_not_come_is_named():
             return None
         with pytest.raises(RuntimeError, match=r"rank 0, keys and values for hop 1: receiving from rank 1: timed out"):
             x = torch.zeros(1)
-            transport.post({1: x}, {1: x.clone()}, "keys and values for hop 1").wait()
+            transport.post([(1, x)], [(1, x.clone())], "keys and values for hop 1").wait()
         return "told"
 
     assert exchange.play(2, body, timeout_s=0.2) == ["told", None]

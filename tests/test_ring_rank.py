@@ -30,7 +30,7 @@ def test_the_loop_attends_to_what_lies_in_the_buffers(case):
 
     class Ones(ring_rank.Present):
         def post(self, sends, receives, what, slow=False):
-            for tensor in receives.values():
+            for _, tensor in receives:
                 tensor.view(torch.bfloat16).fill_(1.0)
             return ring_rank.Here()
 

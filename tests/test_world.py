@@ -88,7 +88,7 @@ def many_steps(steps: int) -> None:
     send, receive = torch.empty(64), torch.empty(64)
     for step in range(steps):
         send.fill_(rank + 10.0 * step)
-        transport.post({(rank + 1) % size: send}, {(rank - 1) % size: receive}, f"step {step}").wait()
+        transport.post([((rank + 1) % size, send)], [((rank - 1) % size, receive)], f"step {step}").wait()
         assert (receive == (rank - 1) % size + 10.0 * step).all(), step
 
 

@@ -11,14 +11,15 @@ from masks import MASKS
 from oracle import NAMES, check, inputs, want
 
 import ringflash
-from ringflash import Ring
+from ringflash import Ring, gathering, needs
 from ringflash.kernels import eager
 from ringflash.layouts import balanced, striped
 
-# several tiles, stripes and blocks a rank, though sequences are short
+# several tiles, stripes, blocks and sections a rank, though sequences are short
 SMALL_PIECES = (
     (eager, "BLOCK_Q", 16), (eager, "BLOCK_K", 8), (eager, "SLAB", 24),
-    (striped, "MAX_STRIPE", 6), (balanced, "MAX_BLOCKS", 3),
+    (striped, "MAX_STRIPE", 6), (balanced, "MAX_BLOCKS", 3), (gathering, "SECTION_PAIRS", 1),
+    (needs, "FEW", 2),
 )  # fmt: skip
 
 
