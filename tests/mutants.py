@@ -280,6 +280,16 @@ FAULTS = [
         "tests/test_backward_memory.py::test_the_peak_is_at_the_layer_that_holds_most",
     ),
     Fault(
+        "gradients of a whole partition kept on the GPU", "train/host_update.py",
+        "waiting.pop(outer.get_param_id(parameter), None)", "pass",
+        "tests/test_host_update.py::test_no_gradient_stays_on_the_gpu",
+    ),
+    Fault(
+        "each piece of an update a step of its own", "train/host_update.py",
+        """[state["step"].clone() for _ in weights]""", """[state["step"]] * len(weights)""",
+        "tests/test_host_update.py::test_an_update_in_pieces_has_the_bits_of_the_whole",
+    ),
+    Fault(
         "states of the next group back a group too early", "train/checkpointing.py",
         "(self._here,) = self.kept.get()", "(self._here,), _ = self.kept.get(), self.kept.fetch_next()",
         "tests/test_backward_memory.py::test_what_each_layer_holds_is_what_is_planned",

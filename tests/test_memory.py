@@ -100,12 +100,31 @@ def test_bytes_a_weight_at_each_stage(zero, weights, optimizer, gradients):
     assert memory.gradients(sizes, at, sizes.params)["gradients"] == pytest.approx(gradients * sizes.params)
 
 
-def test_an_optimizer_in_host_memory_leaves_weights_and_buckets():
+@pytest.mark.parametrize("zero", [2, 3])
+def test_an_optimizer_in_host_memory_leaves_weights_and_buckets(zero):
     sizes = memory.sizes_of(LLAMA_8B)
-    at = step(zero=3, ranks=4, memory={"offload": ["optimizer"]})
-    assert memory.host(sizes, at) == {"optimizer": 16 * sizes.params // 4}
+    at = step(zero=zero, ranks=4, memory={"offload": ["optimizer"]})
+    own = sizes.params // 4  # at ZeRO 3 gradients come into one buffer and go on to another
+    assert memory.host(sizes, at) == {
+        "optimizer": 16 * own, "weights on their way": 2 * (own if zero == 2 else 10**9),
+        "gradients as they came": 4 * own * (zero == 3), "inside the update": 3 * 4 * 2**20,
+    }  # fmt: skip
     assert "optimizer" not in memory.weights(sizes, at) and memory.update(sizes, at) == {}
     assert memory.gradients(sizes, at, sizes.params) == {"gradients": 0}
+    again = memory.replace(at, accumulation=2)
+    assert memory.gradients(sizes, again, 0) == {"gradients": 4 * own * (zero == 2)}, "sums wait on the GPU"
+    first = memory.replace(at, zero=1)
+    assert memory.gradients(sizes, first, 1000) == {"gradients": 4000}, "all ranks' until the end of the backward"
+
+
+def test_zero_3_lays_its_weights_out_by_way_of_host_memory():
+    sizes = memory.sizes_of(LLAMA_8B)
+    assert memory.host(sizes, step(zero=3, ranks=4)) == {memory.LAID_OUT: 2 * sizes.params // 4}
+    on_cpu = plan.Limits(None, 10**9, 4)
+    assert on_cpu.fits(memory.predict(sizes, step(tokens=64, sequence=64, zero=3))), "a CPU is not asked"
+    assert not on_cpu.fits(
+        memory.predict(sizes, step(tokens=64, sequence=64, zero=2, memory={"offload": ["optimizer"]}))
+    )
 
 
 def test_the_longest_is_the_last_that_fits():

@@ -54,6 +54,14 @@ def test_seconds_of_the_head_beside_those_measured():
         assert sum(parts.values()) == pytest.approx(row["seconds"], rel=0.05), row["head"]
 
 
+def test_bytes_of_an_update_in_host_memory():
+    """AdamW, bf16: 12 of weight and gradient, 16 of states, 6 to round; clipped gradients are scaled before, 8 more."""
+    at = memory.Step(tokens=1, sequence=1, number_bytes=2, memory=Memory(), zero=2)
+    assert flops.update_bytes(at, clips=False) == (4 + 2, 28 + 6)
+    assert flops.update_bytes(at, clips=True) == (4 + 2, 28 + 6 + 8)
+    assert flops.update_bytes(memory.replace(at, zero=3, states=0), clips=False) == (12 + 2, 12 + 6)
+
+
 def test_speed_of_attention_by_head_dimension():
     measured = rates(attention={64: flops.Speed(500, 400), 128: flops.Speed(600, 500), 256: flops.Speed(700, 200)})
     found = [measured.attention_of(dim) for dim in (16, 64, 96, 128, 192, 512)]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import host_update
 from .config import Batch, Config, Optimizer
 from .partitions import BUFFER, WEIGHT, Partitions, Piece
 from .tiling import is_tiled
@@ -52,12 +53,16 @@ class Engine:
             if is_tiled(module):  # its weights are gathered once, not for each tile
                 deepspeed.utils.set_z3_leaf_module(module, True)
         numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-        return deepspeed.initialize(
+        away = "optimizer" in config.memory.offload
+        engine = deepspeed.initialize(
             model=model,
-            optimizer=optimizer_of([p for p in model.parameters() if p.requires_grad], config.optimizer),
+            optimizer=optimizer_of([p for p in model.parameters() if p.requires_grad], config.optimizer, away=away),
             config=deepspeed_config(config, batch, numel=numel),
             dist_init_required=False,
         )[0]
+        if away and config.parallel.zero < 3:
+            host_update.release_early(engine.optimizer)
+        return engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -159,14 +164,20 @@ def cutter(config: Config, batch: Batch) -> Callable[[nn.Module], None] | None:
     return lambda module: deepspeed.zero.Init(module=module, config_dict_or_path=settings)
 
 
-def optimizer_of(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> torch.optim.Optimizer:
-    """The torch optimizer that [optimizer] names; its learning rate is set at each step."""
+def optimizer_of(
+    parameters: Iterable[nn.Parameter], optimizer: Optimizer, *, away: bool = False
+) -> torch.optim.Optimizer:
+    """The torch optimizer that [optimizer] names; its learning rate is set at each step.
+
+    away: it updates flat partitions in host memory
+    """
     if optimizer.name == "sgd":
         return torch.optim.SGD(
             parameters, lr=optimizer.lr, momentum=optimizer.momentum, weight_decay=optimizer.weight_decay
         )
     first, second = optimizer.betas
-    return torch.optim.AdamW(
+    kind = host_update.AdamW if away else torch.optim.AdamW
+    return kind(
         parameters, lr=optimizer.lr, betas=(first, second), eps=optimizer.eps, weight_decay=optimizer.weight_decay
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from .memory import FLOAT, Sizes
+from .memory import FLOAT, Sizes, Step
 
 FORMULA = (
     "model FLOPs = 6 * matmul parameters * tokens + 12 * heads * head_dim * visible pairs, "
@@ -171,7 +171,7 @@ class Rates:
 RATES = {
     "H200": Rates(
         attention={128: Speed(663, 531), 64: Speed(531, 471), 256: Speed(722, 225)},
-        matmul=695, memory=2560, host=55, host_memory=50,
+        matmul=695, memory=2560, host=55, host_memory=57,
     )
 }  # fmt: skip
 """Part of a card's name -> its rates, in bf16 (docs/decisions.md says how each was found).
@@ -179,7 +179,7 @@ RATES = {
 D = 128, products and memory: inside steps of 131,072 tokens of Llama-3-8B's shape, by events and profile, at commit
 ea4eefd; the rows in docs/results.md are newer. There attention is 7% slower than alone, where the card is cool.
 D = 64 and 256: alone, causal, 64k tokens (docs/results.md).
-host_memory is not measured yet.
+host_memory: of 16 cores, from an update of 1.9e9 numbers that took 78 bytes of each, 2.64 s, at commit b08315a.
 """
 
 
@@ -269,6 +269,16 @@ def head_elementwise(sizes: Sizes, chunk: int | None, *, number_bytes: int) -> i
         return sizes.vocabulary * 3 * b + norm + sizes.width * 2 * b
     casts = 3 * (FLOAT + b) if b < FLOAT else 0
     return sizes.vocabulary * (6 * FLOAT + casts) + sizes.head_params * (2 * FLOAT + b) // chunk + norm
+
+
+def update_bytes(step: Step, *, clips: bool) -> tuple[int, int]:
+    """Bytes of a number that an update in host memory sends over the link, and that it reads and writes there.
+
+    Gradients out, at ZeRO 3 back and out again, weights back. Pieces stay in caches, so each tensor counts once:
+    weights and states read and written, gradients read, before that scaled if they are clipped; then weights rounded.
+    """
+    moved = FLOAT * (3 if step.zero == 3 else 1) + step.number_bytes
+    return moved, FLOAT * (3 + 2 * step.states + (2 if clips else 0)) + FLOAT + step.number_bytes
 
 
 NORM_BACKWARD = 96

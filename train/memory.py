@@ -18,6 +18,12 @@ from .config import Memory
 FLOAT = 4
 BUCKET_NUMEL = 200_000_000
 """Most gradients in DeepSpeed's buffers; the same as `engine.BUCKET_NUMEL`."""
+UPDATE_NUMEL = 1 << 20
+"""Numbers that are updated at a time in host memory; the same as `host_update.UPDATE_NUMEL`."""
+GROUP_NUMEL = 10**9
+"""Numbers that DeepSpeed updates at a time at ZeRO 3."""
+LAID_OUT = "weights as they are laid out"
+"""What of host memory a process takes at its start alone."""
 
 Parts = dict[str, int]
 """What -> bytes."""
@@ -89,6 +95,7 @@ class Step:
     transit_bytes: of a gradient under way; ulysses: ranks that split the heads; ranks: over which ZeRO shards
     zero: its stage, or None for a model alone, whose gradients stay in its type
     states: fp32 numbers of the optimizer for each weight, beside the weight's own; trained: weights that get gradients
+    accumulation: forward passes of an update
     """
 
     tokens: int
@@ -104,6 +111,7 @@ class Step:
     zero: int | None = None
     states: int = 2
     trained: int | None = None
+    accumulation: int = 1
 
 
 class Moment(NamedTuple):
@@ -138,14 +146,28 @@ def predict(sizes: Sizes, step: Step) -> Prediction:
 
 
 def host(sizes: Sizes, step: Step) -> Parts:
-    """What `memory.offload` puts into host memory, of one process."""
+    """What `memory.offload` puts into host memory, of one process; at ZeRO 3 what its start takes, where that is more.
+
+    There DeepSpeed lays the weights one behind the other, by way of host memory.
+    """
+    start = {LAID_OUT: trained_params(sizes, step) * step.number_bytes // step.ranks} if step.zero == 3 else {}
+    return max(offloaded(sizes, step), start, key=lambda parts: sum(parts.values()))
+
+
+def offloaded(sizes: Sizes, step: Step) -> Parts:
+    """What `memory.offload` puts into host memory, of one process, in a step."""
     parts, offload = {}, step.memory.offload
     if "activations" in offload:
         parts["hidden states"] = boundaries(sizes, step) * step.tokens * sizes.width * step.number_bytes
     if "attention" in offload:
         parts["attention's results"] = sizes.layers * step.tokens * pair(sizes, step)
     if "optimizer" in offload and step.zero is not None:  # the weights, their gradients, the optimizer's states
-        parts["optimizer"] = (2 + step.states) * FLOAT * trained_params(sizes, step) // step.ranks
+        own = trained_params(sizes, step) // step.ranks
+        parts["optimizer"] = (2 + step.states) * FLOAT * own
+        parts["weights on their way"] = step.number_bytes * (min(GROUP_NUMEL, own) if step.zero == 3 else own)
+        sums = step.zero == 3 or (step.accumulation > 1 and step.number_bytes == FLOAT)
+        parts["gradients as they came"] = FLOAT * own if sums else 0
+        parts["inside the update"] = 3 * FLOAT * min(UPDATE_NUMEL, own) if step.states == 2 else FLOAT * own
     return parts
 
 
@@ -205,18 +227,20 @@ def weights(sizes: Sizes, step: Step) -> Parts:
 
 
 def gradients(sizes: Sizes, step: Step, done: int) -> Parts:
-    """Of so many weights, those whose backward is done; ZeRO 3, and 1 in bf16, have room for all from the start."""
+    """Of so many weights, those whose backward is done; ZeRO 3, and 1 in bf16, have room for all from the start.
+
+    ZeRO 2 has room for all of the rank from its first bucket on.
+    """
     trained = trained_params(sizes, step)
-    done = min(done, trained)
+    done = trained if step.accumulation > 1 else min(done, trained)
     if step.zero is None:
         return {"gradients": done * step.number_bytes}
-    if "optimizer" in step.memory.offload and step.zero > 1:
-        return {"gradients": 0}  # they leave bucket by bucket
-    if step.zero == 3:
+    if "optimizer" in step.memory.offload:  # at ZeRO 1 they leave behind the last backward, otherwise by the bucket
+        sums = step.zero == 2 and step.accumulation > 1 and step.number_bytes < FLOAT
+        return {"gradients": FLOAT * done if step.zero == 1 else sums * FLOAT * trained // step.ranks}
+    if step.zero > 1:
         return {"gradients": FLOAT * trained // step.ranks}
-    if step.zero == 1 and step.number_bytes < FLOAT:
-        return {"gradients": FLOAT * trained}
-    return {"gradients": FLOAT * done // (step.ranks if step.zero == 2 else 1)}
+    return {"gradients": FLOAT * (trained if step.zero == 1 and step.number_bytes < FLOAT else done)}
 
 
 def data(sizes: Sizes, step: Step) -> Parts:
