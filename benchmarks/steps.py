@@ -169,8 +169,10 @@ def parsed(words: list[str], about: str | None = None) -> argparse.Namespace:
 PEAK = flops.PEAK_TFLOPS["H200"] * 1e12
 """FLOP/s of the card that the rows are of."""
 
-PROCESS_BYTES = 1_950_000_000
-"""Of one process in host memory, as the rows without offload have it; `plan.HOST_BASE` leaves room for DeepSpeed."""
+PROCESS_BYTES, DEEPSPEED_BYTES, START_BYTES = 1_950_000_000, 2_450_000_000, 1_430_000_000
+"""Of one process in host memory, as the rows without offload have it: with the model alone, with DeepSpeed, and with
+that before the first step. `plan.HOST_BASE` leaves room for all.
+"""
 
 
 def first_call(row: dict[str, Any]) -> float:
@@ -189,13 +191,11 @@ def against(path: Path) -> list[list[str]]:
     for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         asked = parsed(shlex.split(row["command"])[2:])
         asked.force = True
-        now = predicted(asked, None)
+        now = as_it_was(row, asked, predicted(asked, None))
         settled = row["seconds"] - first_call(row)
-        warm = 1 + (asked.warm or 0) / (row["length"] // asked.ring)  # the step before keeps host memory of its own
-        host = warm * now["predicted_host_bytes"] + PROCESS_BYTES
         pairs = [
             (row["peak_allocated_bytes"] / 1e9, now["predicted_peak_bytes"] / 1e9),
-            (row["host_peak_bytes"] / 1e9, host / 1e9),
+            (row["host_peak_bytes"] / 1e9, host_of(asked, now["predicted_host_bytes"]) / 1e9),
             (settled, now["predicted_seconds"]),
         ]
         device, host, seconds = ([f"{got:.1f}", f"{said:.1f} ({said / got - 1:+.0%})"] for got, said in pairs)
@@ -205,15 +205,44 @@ def against(path: Path) -> list[list[str]]:
     return lines
 
 
+def host_of(asked: argparse.Namespace, said: int) -> float:
+    """Bytes of a process that offloads so many."""
+    base = PROCESS_BYTES if asked.optimizer == "none" else DEEPSPEED_BYTES
+    run = planned(asked)
+    if memory.LAID_OUT in memory.host(run.sizes, run.step()):
+        return max(base, START_BYTES + said)
+    return base + (1 + (asked.warm or 0) / (asked.length // asked.ring)) * said  # the step before keeps its own
+
+
+def as_it_was(row: dict[str, Any], asked: argparse.Namespace, now: dict[str, Any]) -> dict[str, Any]:
+    """The same prediction for a row of the offloaded optimizer's first form, at ZeRO 2, told by a key that it lacks.
+
+    fp32 gradients of the whole partition on the GPU; two tensors of its size made by the update, and 44 bytes more of
+    each number read and written; idle buffers for the largest parameter on either side.
+    """
+    if "optimizer" not in asked.offload or "update_numel" in row:
+        return now
+    run = planned(asked)
+    numbers, head = memory.trained_params(run.sizes, run.step()), run.sizes.head_params * run.step().number_bytes
+    more = {
+        "predicted_peak_bytes": memory.FLOAT * numbers + head,
+        "predicted_host_bytes": 2 * memory.FLOAT * numbers + head,
+        "predicted_seconds": 44 * numbers / flops.RATES["H200"].host_memory / 1e9,
+    }
+    return now | {key: now[key] + value for key, value in more.items()}
+
+
 def switches(memory: dict[str, Any]) -> str:
     """What of [memory] is not as usual."""
     return ", ".join(f"{key} = {value}" for key, value in memory.items() if value != USUAL[key])
 
 
 def shape_of(row: dict[str, Any]) -> str:
-    """Of what model and how much of it, and with which window."""
+    """Of what model and how much of it, with which window, and which optimizer."""
     share = "" if row.get("ring", 1) == 1 else f", one of {row['ring']} ranks"
-    return row["shape"] + share + (f", window {row['window']:,}" if row["window"] else "")
+    name = {"adamw": "AdamW", "sgd": "SGD"}.get(row.get("optimizer", "none"))
+    optimizer = f", {name}, ZeRO {row['zero']}" if name else ""
+    return row["shape"] + share + (f", window {row['window']:,}" if row["window"] else "") + optimizer
 
 
 def model_flops(run: plan.Plan) -> flops.StepFlops:

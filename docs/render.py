@@ -362,6 +362,19 @@ def switches() -> str:
     )
 
 
+def away() -> str:
+    """What an optimizer in host memory saves and costs."""
+    found = training.away(rows_of("train_step"))
+    if found is None:
+        return unmeasured("python benchmarks/train_step.py --optimizer adamw --zero 2 --offload optimizer")
+    plain, lines = found
+    return (
+        f"{training.steps.shape_of(plain)}, {plain['layers']} layers, {plain['length']:,} tokens "
+        f"({plain['peak_allocated_bytes'] / 1e9:.1f} GB, {plain['seconds']:.2f} s):\n\n"
+        + table(["`offload = ['optimizer']`, ZeRO 2", *training.SWITCHES[1:]], lines)
+    )
+
+
 def window() -> str:
     """Seconds and memory of steps that differ in their window alone."""
     pairs = list(training.windows(rows_of("train_step")))
@@ -583,6 +596,7 @@ RENDER: dict[str, Callable[[], str]] = {
     "train_step": train_step,
     "predicted": predicted,
     "switches": switches,
+    "away": away,
     "window": window,
     "head": head,
     "million": million,

@@ -50,6 +50,9 @@ TURNED: list[Row] = [
 ]
 """What of [memory] the table of switches turns, beside what is usual."""
 
+AWAY: Row = {"offload": ["optimizer"]}
+"""What needs an optimizer, so it has a table of its own."""
+
 
 def all_steps(rows: list[Row]) -> list[list[str]]:
     return [
@@ -89,6 +92,29 @@ def switched(rows: list[Row]) -> tuple[Row, list[list[str]]] | None:
         for said, got in zip(differences(before, after), found, strict=True):
             cells += [f"{said:z.2f}", "" if got is None else f"{got:z.2f}"]
         lines.append([f"`{steps.switches(memory)}`", *cells])
+    return plain, lines
+
+
+def away(rows: list[Row]) -> tuple[Row, list[list[str]]] | None:
+    """(the row with the optimizer on the GPU, at ZeRO 1, lines): what ZeRO 2 with it in host memory saves and costs.
+
+    First as it is, then as it was where rows were measured, their own prediction beside them.
+    """
+    plain = next((row for row in rows if row["optimizer"] == "adamw" and row["zero"] == 1), None)
+    if plain is None:
+        return None
+    asked = asked_of(plain, steps.USUAL | AWAY)
+    asked.zero = 2
+    before, now = numbers(steps.predicted(asked_of(plain), None)), steps.predicted(asked, None)
+    forms = [("as it is", numbers(now), None)]
+    for row in rows:
+        if all(row[key] == plain[key] for key in KEYS) and steps.USUAL | row["memory"] == steps.USUAL | AWAY:
+            then = numbers(steps.as_it_was(row, asked, now))
+            forms.append((f"at {row['commit']}", then, differences(of_row(plain), of_row(row))))
+    lines = []
+    for name, said, got in forms:
+        pairs = zip(differences(before, said), got or [None] * 3, strict=True)
+        lines.append([name, *("" if cell is None else f"{cell:z.2f}" for pair in pairs for cell in pair)])
     return plain, lines
 
 
