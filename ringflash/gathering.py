@@ -26,12 +26,18 @@ MAX_SECTIONS = 2
 SECTION_PAIRS = 2**29
 """Visible pairs that a section of a rank has at least: with fewer its kernels are too short to hide anything."""
 
+LONG_PAIRS = 2**34
+"""Visible pairs of a rank beyond which a backward is one section: two cost 1% there, and messages are nothing."""
 
-def sections_of(q: torch.Tensor, k: torch.Tensor, route: Route, transport: Transport | None) -> Lanes:
+
+def sections_of(
+    q: torch.Tensor, k: torch.Tensor, route: Route, transport: Transport | None, *, backward: bool
+) -> Lanes:  # fmt: skip
     """Equal sections of the heads, every other one on a second stream. q: [B, L, H, D]; k: [B, L, G, D]"""
     assert transport is not None
     heads, groups = q.shape[2], k.shape[2]
-    most = min(MAX_SECTIONS, max(1, route.pairs * heads // SECTION_PAIRS))
+    pairs = route.pairs * heads
+    most = 1 if backward and pairs > LONG_PAIRS else min(MAX_SECTIONS, max(1, pairs // SECTION_PAIRS))
     count = next(n for n in range(most, 0, -1) if groups % n == 0)
     second = transport.second_stream(q.device) if count > 1 else None
     queries, keys = ([slice(i * n // count, (i + 1) * n // count) for i in range(count)] for n in (heads, groups))
@@ -179,7 +185,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `ring.forward`."""
     (visit,), (batch, length, heads, _) = route.visits, q.shape
-    lanes, view = sections_of(q, k, route, transport), visit.view
+    lanes, view = sections_of(q, k, route, transport, backward=False), visit.view
     fill = torch.empty if view else torch.zeros
     out = fill(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
@@ -207,7 +213,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `ring.backward`. run: the kernel's, with all that is the same in every call"""
     (visit,) = route.visits
-    lanes, view, keys_travel = sections_of(q, k, route, transport), visit.view, route.what == "keys"
+    lanes, view = sections_of(q, k, route, transport, backward=True), visit.view
+    keys_travel = route.what == "keys"
     dtype = k.dtype if rounded else torch.float32
     make = torch.empty if view else torch.zeros
     dq = (torch.zeros if q.dtype == torch.float32 else make)(q.shape, dtype=q.dtype, device=q.device)

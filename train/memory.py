@@ -327,20 +327,17 @@ def attention_kernel(sizes: Sizes, step: Step) -> Parts:
     return parts
 
 
-BUFFERS: dict[str, Callable[[Step], tuple[int, int, float]]] = {
+BUFFERS: dict[str, Callable[[Step], tuple[int, int, int]]] = {
     "ring": lambda step: (1, min(step.ring - 1, 2), min(step.ring - 1, 2)),
     "double": lambda step: (min(step.inner, 3), 3, 3),
-    "gather": lambda step: (step.ring - 1, step.ring - 1, (step.ring - 1) / 2),
+    "gather": lambda step: (step.ring - 1,) * 3,
 }
-"""Arrangement -> blocks that visit or are to come, gradients being made, and on their way; each in blocks of a rank.
-
-A gather has them in two sections of the heads: gradients of one are under way.
-"""
+"""Arrangement -> blocks that visit or are to come, gradients being made, and on their way; each in blocks of a rank."""
 
 BUFFERS_ROUNDED: dict[str, Callable[[Step], tuple[int, int]]] = {
     "ring": lambda step: (1, 2),
     "double": lambda step: (2, 2),
-    "gather": lambda step: (step.ring - 1, step.ring - 1),
+    "gather": lambda step: (step.ring - 1, 2 * (step.ring - 1)),
 }
 """The last two where they are rounded for their way."""
 
@@ -353,7 +350,7 @@ def buffers_of_ring(step: Step, block: int, sums: int, rounded: int) -> int:
     visiting, made, under_way = BUFFERS[step.arrangement](step)
     if step.transit_bytes < FLOAT:  # what leaves is a copy, so what it was made in is free again
         made, under_way = BUFFERS_ROUNDED[step.arrangement](step)
-    in_loop = block * (1 + visiting) + sums * (1 + made) + int(under_way * sums * step.transit_bytes / FLOAT)
+    in_loop = block * (1 + visiting) + sums * (1 + made) + under_way * sums * step.transit_bytes // FLOAT
     if step.arrangement == "gather":  # what it leaves behind is there from its begin, and it has no own sums beside
         return in_loop
     return max(in_loop - rounded, sums)
