@@ -322,14 +322,14 @@ def mesh_step() -> str:
     lines = []
     for row in rows:
         case = meshes.CASES[row["case"]]
-        said = {} if case.documents else meshes.predicted(case.config(row["ranks"], tiny=False), row["ranks"])
-        pairs = [(row["peak_bytes"] / 1e9, said.get("predicted_peak_bytes", 0) / 1e9),
-                 (row["seconds"], said.get("predicted_seconds", 0))]  # fmt: skip
+        share = row["attention_share"] if case.documents else None
+        said = meshes.predicted(case.config(row["ranks"], tiny=False), row["ranks"], share)
+        pairs = [(row["peak_bytes"] / 1e9, said["predicted_peak_bytes"] / 1e9),
+                 (row["seconds"], said["predicted_seconds"])]  # fmt: skip
         lines.append(
             [row["case"], str(row["layers"]), f"{row['length']:,}", f"{row['tokens_per_s_per_gpu']:,.0f}",
              f"{row['mfu']:.3f}", f"{(row['attention_forward_s'] + row['attention_backward_s']) / row['seconds']:.2f}",
-             *(word for got, guess in pairs for word in (
-                 f"{got:.1f}", f"{guess:.1f} ({guess / got - 1:+.0%})" if guess else ""))]
+             *(word for got, guess in pairs for word in (f"{got:.1f}", f"{guess:.1f} ({guess / got - 1:+.0%})"))]
         )  # fmt: skip
     head = ["case", "layers", "tokens", "tokens/s a GPU", "causal MFU", "attention's share of the time", "peak, GB",
             "predicted", "seconds", "predicted"]  # fmt: skip

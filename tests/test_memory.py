@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -84,6 +85,15 @@ def test_the_buffers_of_a_ring_are_those_that_it_makes(monkeypatch, size, arrang
         planned -= size * length * sums * (size - 1) * transit.itemsize // 4
     # in a double ring one buffer less where there are few hops, or where all sums have the same rows
     assert sum(made) == planned if arrangement != "double" else 0.85 * planned <= sum(made) <= planned
+
+
+def test_a_gather_of_documents_holds_what_others_have_of_one():
+    block, sums = 2 * 2 * 1024, 2 * 4 * 1024
+    at = functools.partial(step, ring=8, arrangement="gather", tokens=4096)
+    assert at().gathered == at(document=10**6).gathered == 7
+    assert at(document=1024).gathered == 0.25
+    some = memory.buffers_of_ring(at(document=1024), block, sums, rounded=0)
+    assert some == block * 1.25 + sums * 1.5, "of all rows a block and its gradients, of a quarter those that come home"
 
 
 @pytest.mark.parametrize(
