@@ -62,7 +62,7 @@ def coming(room: torch.Tensor, message: Message) -> Messages:
 class Gathered:
     """The blocks of all sections, one after the other; that of the next one is on its way when one is handed out.
 
-    Own rows are copied between those of others, and leave from there.
+    Own rows are copied between those of others, and leave from there. A rank without messages has but its own.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], route: Route, lanes: Lanes) -> None:
@@ -83,11 +83,14 @@ class Gathered:
     def __iter__(self) -> Iterator[tuple[Lane, list[torch.Tensor]]]:
         """Each section with its tensors, [B, n, heads, D] or [B, heads, n], to be used on its stream."""
         sections = self._lanes.all
+        if not self._route.trips:  # no copy, for no lane would wait for it
+            yield from ((lane, self._of(lane)) for lane in sections)
+            return
         under_way = [self._ask(sections[0])]
         for i, lane in enumerate(sections):
             if i + 1 < len(sections):
                 under_way.append(self._ask(sections[i + 1]))
-            block, pending, loose = under_way.pop(0)
+            block, pending, loose, _ = under_way.pop(0)
             with lane.on():
                 for each in pending:
                     each.wait()
@@ -98,9 +101,10 @@ class Gathered:
             yield lane, self._record.read(block.buffer[: self._count])
             block.let_go()
 
-    def _ask(self, lane: Lane) -> tuple[Loan, list[Pending], list[tuple[Loan, Message]]]:
-        """Post the messages of a section."""
+    def _ask(self, lane: Lane) -> tuple[Loan, list[Pending], list[tuple[Loan, Message]], Messages]:
+        """Post the messages of a section: its block, what is under way, what is to be put there, what is sent."""
         loan, pending, loose = Loan(self._pool, 1), [], []
+        sends: Messages = []
         block = loan.buffer[: self._count]
         with self._lanes.beside():
             self._record.put(self._of(lane), self._own, block)
@@ -112,8 +116,9 @@ class Gathered:
                     else:
                         loose.append((Loan(self._loose, 1), one))
                         receives.append((one.peer, loose[-1][0].buffer[: one.rows.count]))
-                pending.append(self._lanes.transport.post(leaving(block, trip.sends), receives, trip.what))
-        return loan, pending, loose
+                sends = leaving(block, trip.sends)
+                pending.append(self._lanes.transport.post(sends, receives, trip.what))
+        return loan, pending, loose, sends
 
 
 class Returned:
