@@ -138,8 +138,11 @@ def test_the_head_of_liger_takes_what_was_measured():
     assert memory.liger_chunk(sizes, row["tokens"]) == 4096
     assert sum(parts.values()) + 2 * row["tokens"] * row["width"] == pytest.approx(row["peak_bytes"], abs=1024)
     assert memory.loss(sizes, at).items() >= parts.items(), "beside three of the states' size, one their gradient"
-    frozen = memory.liger_head(sizes, memory.replace(at, trained=1000))
-    assert frozen["gradient of the head"] == 0 and frozen["a chunk of logits"] == 4096 * 128256 * 2
+    frozen, ours = (head(sizes, memory.replace(at, trained=1000)) for head in (memory.liger_head, memory.chunked_head))
+    assert (
+        ours["gradient of the head"] == frozen["gradient of the head"] == 0
+        and frozen["a chunk of logits"] == 4096 * 128256 * 2
+    )
     single = memory.liger_head(sizes, memory.replace(at, number_bytes=4))
     assert single["a chunk of logits"] == 4 * (4096 * 128256 + sizes.head_params)
 

@@ -375,8 +375,13 @@ def chunked_head(sizes: Sizes, step: Step) -> Parts:
     b, chunk = step.number_bytes, min(step.memory.loss_chunk, step.tokens)
     return {
         "a chunk of logits": chunk * sizes.vocabulary * (2 * FLOAT + b),
-        "gradient of the head": sizes.head_params * (FLOAT + b),
+        "gradient of the head": trained_head(sizes, step) * (FLOAT + b),
     }
+
+
+def trained_head(sizes: Sizes, step: Step) -> int:
+    """Numbers of the head that get a gradient: none beside adapters."""
+    return sizes.head_params if step.trained is None else 0
 
 
 def last_norm(sizes: Sizes, step: Step) -> Parts:
@@ -397,7 +402,7 @@ def liger_head(sizes: Sizes, step: Step) -> Parts:
 
     In fp32 nothing is rounded, and a product of the head's size is made before it is added to the sum.
     """
-    b, trained = step.number_bytes, sizes.head_params if step.trained is None else 0
+    b, trained = step.number_bytes, trained_head(sizes, step)
     logits, rounded = liger_chunk(sizes, step.tokens) * sizes.vocabulary * b, trained * b
     return {
         "losses and valid labels": step.tokens * (FLOAT + 1),
