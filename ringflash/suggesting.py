@@ -240,7 +240,7 @@ def _double(problem: _Problem, compute: tuple, blocks: _Blocks, size: int, ulyss
 
 
 def _gather(problem: _Problem, compute: tuple, blocks: _Blocks, size: int, ulysses: int) -> tuple[float, float]:
-    """Forward, messages of half of the heads have the kernel of the others; backward nothing is hidden.
+    """Forward, messages of half of the heads have the kernel of the others, if halves there are; backward none has.
 
     What comes from the own node and from others comes at the same time.
     """
@@ -248,7 +248,8 @@ def _gather(problem: _Problem, compute: tuple, blocks: _Blocks, size: int, ulyss
     far = (size - near) / problem.network if size > near else 0.0
     seconds_a_byte = max((near - 1) / problem.link, far)
     forward = seconds_a_byte * blocks.forward
-    bare = forward / 2 + max(0.0, forward - compute[0]) / 2
+    halves = max(1, problem.kv_heads // ulysses) % 2 == 0
+    bare = forward / 2 + max(0.0, forward - compute[0]) / 2 if halves else forward
     return bare, seconds_a_byte * (blocks.backward + blocks.gradients)
 
 

@@ -146,7 +146,7 @@ class Plan:
             yield switches.model_copy(update={"checkpoint": "selective"})
         if switches.loss == "liger":
             yield switches.model_copy(update={"loss": "chunked"})
-        if switches.loss_chunk > CHUNK:
+        elif switches.loss_chunk > CHUNK:
             yield switches.model_copy(update={"loss_chunk": CHUNK})
         if switches.mlp_tile is None or switches.mlp_tile > TILE:
             yield switches.model_copy(update={"mlp_tile": TILE})
