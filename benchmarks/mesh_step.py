@@ -6,8 +6,8 @@
 
 Some layers of Llama-3-8B, bf16, AdamW under ZeRO 2, on the source files of Python's standard library: as one document,
 or as the documents that they are. The row is the last step's; the steps before it compile. Seconds are the slowest
-rank's; attention's are rank 0's, with what its ring waits for. Predictions are of `train.plan`, which knows one
-document only. The cases are those of `meshes.py`.
+rank's; attention's are rank 0's, with what its ring waits for. Predictions are of `train.plan`, for documents with the
+pairs that the trainer counted. The cases are those of `meshes.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(case: Case, config: Config, joined: world.World) -> dict[str, Any]:
     row = {"seconds": round(record.step_time_s, 4), "peak_bytes": record.peak_memory_bytes}
     row |= {name: round(value, 5) for name in SHOWN if (value := METRICS[name](record)) is not None}
     row |= {f"{name}_s": round(sum(each), 4) for name, each in calls.items()}
-    return row | ({} if case.documents else predicted(config, joined.size))
+    return row | predicted(config, joined.size, row["attention_share"] if case.documents else None)
 
 
 def go(asked: argparse.Namespace, place: world.Place) -> None:

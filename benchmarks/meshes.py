@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -75,13 +76,21 @@ CASES = {
 """Name -> case. A ring and Ulysses together need four GPUs."""
 
 
-def predicted(config: Config, ranks: int) -> dict[str, float]:
-    """Peak bytes of a GPU and seconds of a step, as if the sequence were one document."""
+def predicted(config: Config, ranks: int, attention: float | None = None) -> dict[str, float]:
+    """Peak bytes of a GPU and seconds of a step.
+
+    attention: its share of the model's FLOPs, as the trainer counts it for the documents of the step; left out: the
+        sequence is one document
+    """
     table = config.model.config | {"model_type": config.model.architecture}
     run = plan.Plan(config, SimpleNamespace(**{"sliding_window": None} | table), ranks)
     step = run.step()
-    seconds = sum(run.seconds(step, flops.RATES["H200"]).values())
+    document = None
+    if attention is not None:  # documents of one length have as many pairs
+        dense, whole = flops.step_flops(run.shape, [step.sequence])
+        document = round(step.sequence * dense * attention / (1 - attention) / whole)
+    seconds = sum(run.seconds(step, flops.RATES["H200"], document).values())
     return {
-        "predicted_peak_bytes": memory.predict(run.sizes, step).device_bytes,
+        "predicted_peak_bytes": memory.predict(run.sizes, replace(step, document=document)).device_bytes,
         "predicted_seconds": round(seconds, 3),
     }

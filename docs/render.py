@@ -322,14 +322,14 @@ def mesh_step() -> str:
     lines = []
     for row in rows:
         case = meshes.CASES[row["case"]]
-        said = {} if case.documents else meshes.predicted(case.config(row["ranks"], tiny=False), row["ranks"])
-        pairs = [(row["peak_bytes"] / 1e9, said.get("predicted_peak_bytes", 0) / 1e9),
-                 (row["seconds"], said.get("predicted_seconds", 0))]  # fmt: skip
+        share = row["attention_share"] if case.documents else None
+        said = meshes.predicted(case.config(row["ranks"], tiny=False), row["ranks"], share)
+        pairs = [(row["peak_bytes"] / 1e9, said["predicted_peak_bytes"] / 1e9),
+                 (row["seconds"], said["predicted_seconds"])]  # fmt: skip
         lines.append(
             [row["case"], str(row["layers"]), f"{row['length']:,}", f"{row['tokens_per_s_per_gpu']:,.0f}",
              f"{row['mfu']:.3f}", f"{(row['attention_forward_s'] + row['attention_backward_s']) / row['seconds']:.2f}",
-             *(word for got, guess in pairs for word in (
-                 f"{got:.1f}", f"{guess:.1f} ({guess / got - 1:+.0%})" if guess else ""))]
+             *(word for got, guess in pairs for word in (f"{got:.1f}", f"{guess:.1f} ({guess / got - 1:+.0%})"))]
         )  # fmt: skip
     head = ["case", "layers", "tokens", "tokens/s a GPU", "causal MFU", "attention's share of the time", "peak, GB",
             "predicted", "seconds", "predicted"]  # fmt: skip
@@ -444,13 +444,13 @@ def million_steps() -> str:
     if row is None or not ranks:
         return unmeasured("python benchmarks/train_step.py")
     device, host = (row[name] / 1e9 for name in ("peak_allocated_bytes", "host_peak_bytes"))
-    rank, (_, measured, settled) = ranks[-1], training.share(ranks[-1])[1]
+    rank = ranks[-1]
     return (
         f"One H200 trains {row['layers']} layers of {row['shape']} on {row['length']:,} tokens with full causal "
         f"attention in {row['seconds']:.0f} s a step, {row['mfu_causal']:.1%} causal MFU, with {device:.0f} GB of its "
         f"memory and {host:.0f} GB of the host's.\nOne rank's part of a ring of {rank['ring']} on "
-        f"{rank['length']:,} tokens, alone on one GPU, makes {settled} s a step of {rank['shape']} ({measured} as "
-        f"measured, with a kernel compiled in it; no message counted);\nthe published step of 8 H100 takes "
+        f"{rank['length']:,} tokens, alone on one GPU, makes {rank['ring_seconds_all_hidden']:.0f} s a step of "
+        f"{rank['shape']}, no message counted;\nthe published step of 8 H100 takes "
         f"{training.PUBLISHED_S} s.\n\n{sources([row, rank])}\n"
     )
 
@@ -546,7 +546,8 @@ def timeline_rows() -> list[dict]:
     borders = np.array(documents(tokens))
     lo, hi = mask.intervals(tokens, tokens, causal=True, cu_seqlens=borders.astype(np.int32))
     wanted = {"ranks": size, "local": tokens // size, "kv_heads": heads, "mask": "documents", "direction": "forward"}
-    rates = [row["tflops"] for row in rows_of("ring_rank") if wanted.items() <= row.items()]
+    rows = [row for row in rows_of("ring_rank") if row.get("arrangement", "ring") == "ring"]
+    rates = [row["tflops"] for row in rows if wanted.items() <= row.items()]
     scale = 4 * width * heads / rates[-1] / 1e9 if rates else 1e-6  # ms a pair, or millions of pairs
     hops, even = {}, {}
     for name in ("balanced", "zigzag"):

@@ -26,12 +26,18 @@ MAX_SECTIONS = 2
 SECTION_PAIRS = 2**29
 """Visible pairs that a section of a rank has at least: with fewer its kernels are too short to hide anything."""
 
+LONG_PAIRS = 2**34
+"""Visible pairs of a rank beyond which a backward is one section: two cost 1% there, and messages are nothing."""
 
-def sections_of(q: torch.Tensor, k: torch.Tensor, route: Route, transport: Transport | None) -> Lanes:
+
+def sections_of(
+    q: torch.Tensor, k: torch.Tensor, route: Route, transport: Transport | None, *, backward: bool
+) -> Lanes:  # fmt: skip
     """Equal sections of the heads, every other one on a second stream. q: [B, L, H, D]; k: [B, L, G, D]"""
     assert transport is not None
     heads, groups = q.shape[2], k.shape[2]
-    most = min(MAX_SECTIONS, max(1, route.pairs * heads // SECTION_PAIRS))
+    pairs = route.pairs * heads
+    most = 1 if backward and pairs > LONG_PAIRS else min(MAX_SECTIONS, max(1, pairs // SECTION_PAIRS))
     count = next(n for n in range(most, 0, -1) if groups % n == 0)
     second = transport.second_stream(q.device) if count > 1 else None
     queries, keys = ([slice(i * n // count, (i + 1) * n // count) for i in range(count)] for n in (heads, groups))
@@ -56,7 +62,7 @@ def coming(room: torch.Tensor, message: Message) -> Messages:
 class Gathered:
     """The blocks of all sections, one after the other; that of the next one is on its way when one is handed out.
 
-    Own rows are copied between those of others, and leave from there.
+    Own rows are copied between those of others, and leave from there. A rank without messages has but its own.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], route: Route, lanes: Lanes) -> None:
@@ -77,11 +83,14 @@ class Gathered:
     def __iter__(self) -> Iterator[tuple[Lane, list[torch.Tensor]]]:
         """Each section with its tensors, [B, n, heads, D] or [B, heads, n], to be used on its stream."""
         sections = self._lanes.all
+        if not self._route.trips:  # no copy, for no lane would wait for it
+            yield from ((lane, self._of(lane)) for lane in sections)
+            return
         under_way = [self._ask(sections[0])]
         for i, lane in enumerate(sections):
             if i + 1 < len(sections):
                 under_way.append(self._ask(sections[i + 1]))
-            block, pending, loose = under_way.pop(0)
+            block, pending, loose, _ = under_way.pop(0)
             with lane.on():
                 for each in pending:
                     each.wait()
@@ -92,9 +101,10 @@ class Gathered:
             yield lane, self._record.read(block.buffer[: self._count])
             block.let_go()
 
-    def _ask(self, lane: Lane) -> tuple[Loan, list[Pending], list[tuple[Loan, Message]]]:
-        """Post the messages of a section."""
+    def _ask(self, lane: Lane) -> tuple[Loan, list[Pending], list[tuple[Loan, Message]], Messages]:
+        """Post the messages of a section: its block, what is under way, what is to be put there, what is sent."""
         loan, pending, loose = Loan(self._pool, 1), [], []
+        sends: Messages = []
         block = loan.buffer[: self._count]
         with self._lanes.beside():
             self._record.put(self._of(lane), self._own, block)
@@ -106,8 +116,9 @@ class Gathered:
                     else:
                         loose.append((Loan(self._loose, 1), one))
                         receives.append((one.peer, loose[-1][0].buffer[: one.rows.count]))
-                pending.append(self._lanes.transport.post(leaving(block, trip.sends), receives, trip.what))
-        return loan, pending, loose
+                sends = leaving(block, trip.sends)
+                pending.append(self._lanes.transport.post(sends, receives, trip.what))
+        return loan, pending, loose, sends
 
 
 class Returned:
@@ -179,7 +190,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `ring.forward`."""
     (visit,), (batch, length, heads, _) = route.visits, q.shape
-    lanes, view = sections_of(q, k, route, transport), visit.view
+    lanes, view = sections_of(q, k, route, transport, backward=False), visit.view
     fill = torch.empty if view else torch.zeros
     out = fill(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
@@ -207,7 +218,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `ring.backward`. run: the kernel's, with all that is the same in every call"""
     (visit,) = route.visits
-    lanes, view, keys_travel = sections_of(q, k, route, transport), visit.view, route.what == "keys"
+    lanes, view = sections_of(q, k, route, transport, backward=True), visit.view
+    keys_travel = route.what == "keys"
     dtype = k.dtype if rounded else torch.float32
     make = torch.empty if view else torch.zeros
     dq = (torch.zeros if q.dtype == torch.float32 else make)(q.shape, dtype=q.dtype, device=q.device)

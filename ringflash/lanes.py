@@ -3,7 +3,8 @@
 The programs of one kernel never fill a GPU to the end: while its last ones run, most of the GPU stands idle, hop after
 hop. Heads know nothing of each other, so neither half waits for the other, and where the programs of a kernel run out
 those of the other lane's are already there. What a lane computes it also adds, so that a buffer is used by each lane in
-the order of its stream. A forward has one lane: it gained nothing by two. Called by `ring` and `travel`.
+the order of its stream. A forward has one lane: it gained nothing by two. The sections of a gather are lanes that take
+turns, forward too. Called by `ring`, `gathering` and `travel`.
 
 Letters: L local tokens, H query heads, G key/value heads.
 """

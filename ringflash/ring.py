@@ -1,10 +1,11 @@
-"""The ring, written once: one loop forward and one backward, for every layout, mask, arrangement, kernel and transport.
+"""The ring, written once: one loop forward and one backward, for every layout, mask, kernel and transport.
 
 A block visits all ranks that need it, hop by hop. At each hop what the next one needs is posted before the kernel and
 waited for after it, so it travels while the kernel runs. In the backward either keys and values travel or queries with
 what belongs to them, and the gradients of the visiting block follow it, one hop behind. Nothing here knows a mask, a
-process or a dtype rule but one: state and sums are fp32 from the first hop to the last and are rounded once. Called by
-`ops` (processes) and, with `exchange.play`, by whoever wants a whole ring inside one process.
+process or a dtype rule but one: state and sums are fp32 from the first hop to the last and are rounded once. What
+has no hops is handed on to `gathering`. Called by `ops` (processes) and, with `exchange.play`, by whoever wants a whole
+ring inside one process.
 
 Letters: B batch, L local tokens, H query heads, G key/value heads, D head dimension.
 Source: Liu et al., Ring Attention, arXiv:2310.01889; queries that travel in the backward: BurstAttention,

@@ -240,16 +240,17 @@ def _double(problem: _Problem, compute: tuple, blocks: _Blocks, size: int, ulyss
 
 
 def _gather(problem: _Problem, compute: tuple, blocks: _Blocks, size: int, ulysses: int) -> tuple[float, float]:
-    """Messages of half of the heads are bare, those of the others have the kernel of the first half, or the last one's.
+    """Forward, messages of half of the heads have the kernel of the others, if halves there are; backward none has.
 
     What comes from the own node and from others comes at the same time.
     """
     near = size if problem.nodes == 1 else max(1, problem.gpus_per_node // ulysses)
     far = (size - near) / problem.network if size > near else 0.0
     seconds_a_byte = max((near - 1) / problem.link, far)
-    times = seconds_a_byte * blocks.forward, seconds_a_byte * (blocks.backward + blocks.gradients)
-    forward, backward = (time / 2 + max(0.0, time - seconds) / 2 for time, seconds in zip(times, compute, strict=True))
-    return forward, backward
+    forward = seconds_a_byte * blocks.forward
+    halves = max(1, problem.kv_heads // ulysses) % 2 == 0
+    bare = forward / 2 + max(0.0, forward - compute[0]) / 2 if halves else forward
+    return bare, seconds_a_byte * (blocks.backward + blocks.gradients)
 
 
 _WAITS = {"ring": _ring, "double": _double, "gather": _gather}
@@ -277,8 +278,8 @@ def _memory(problem: _Problem, arrangement: str, blocks: _Blocks, size: int, uly
     queries, keys = rows * problem.heads // ulysses, rows * max(1, problem.kv_heads // ulysses)
     width = problem.head_dim
     sums = 4 * width * (queries + 2 * keys) if size > 1 else 0  # dq, dk, dv
-    if arrangement == "gather":  # one block of all rows, its gradients, and those of half of the heads that come home
-        blocks = _Blocks(blocks.forward, size * blocks.backward, (1.5 * size - 0.5) * blocks.gradients)
+    if arrangement == "gather":  # one block of all rows, its gradients, and those that come home
+        blocks = _Blocks(blocks.forward, size * blocks.backward, (2 * size - 1) * blocks.gradients)
         sums = 4 * width * queries
     buffers = {"ring": 2, "double": 3, "gather": 1}[arrangement] if size > 1 else 0
     swapped = (2 * queries + 2 * keys) * width * problem.element if ulysses > 1 else 0

@@ -3,7 +3,7 @@
 `Blocks` sends on what stands here before the kernel runs and waits behind it, `Sums` does the same for gradients, one
 hop behind. Which rows go to whom is a `routes.Route`; the calls are those of `exchange`. Rows are tokens, outermost in
 memory, so that a run of rows is one message without a copy; only rows that are several runs are packed first.
-Called by `ring`.
+Called by `ring`; rows, buffers and their loans are `gathering`'s, too.
 
 Letters: B batch, L local tokens, n rows, H heads of a tensor, D head dimension, F gradients of one kind of block.
 """
@@ -198,11 +198,6 @@ class Blocks:
         count = max((visit.count for visit in route.visits if not visit.own), default=0)
         home, row = route.home.count, [self._record.num_bytes]
         self._pool = Pool(max(home, count), row, torch.uint8, self._device)
-        trips = [trip for trip in route.block_trips for message in trip.receives if not message.rows.span]
-        self._loose = Pool(
-            _largest(message for trip in trips for message in trip.receives),
-            [self._record.num_bytes], torch.uint8, self._device,
-        )  # fmt: skip
         self._posted: dict[int, list[Posted]] = {}
         self._loans: dict[int, Loan] = {}
 
@@ -213,7 +208,7 @@ class Blocks:
             self._leave_home()
         for i, visit in enumerate(route.visits):
             for posted in self._posted.pop(i, []):
-                self._arrive(i, posted)
+                self._arrive(posted)
             if visit.own:
                 yield visit, list(self._tensors)
                 continue
@@ -237,33 +232,22 @@ class Blocks:
             self._post(trip, home, self._route.home.count)
 
     def _post(self, trip: Trip, source: Loan, count: int) -> None:
-        arriving, receives = [], []
-        target = self._route.visits[trip.visit]
-        for message in trip.receives:
-            span = message.rows.span
-            loan = self._loan(trip.visit) if span else Loan(self._loose, 1)
-            room = loan.buffer[: target.count][span] if span else loan.buffer[: message.rows.count]
-            arriving += [] if span else [(loan, message)]
-            receives.append((message.peer, room))
+        receives = [(message.peer, self._room(trip.visit, message)) for message in trip.receives]
         with self._lanes.beside():
             block = source.buffer[:count]
             sends = [(message.peer, take(block, message.rows)) for message in trip.sends]
             pending = self._lanes.transport.post(sends, receives, trip.what, trip.slow)
-        self._posted.setdefault(trip.visit, []).append(Posted(pending, source, sends, arriving))
+        self._posted.setdefault(trip.visit, []).append(Posted(pending, source, sends, []))
 
-    def _arrive(self, i: int, posted: Posted) -> None:
+    def _room(self, i: int, message: Message) -> torch.Tensor:
+        """Where the block of a visit arrives."""
+        assert message.rows.all, "a block comes as one message"
+        return self._loan(i).buffer[: message.rows.count]
+
+    def _arrive(self, posted: Posted) -> None:
         self._lanes.wait(posted.pending)
         if posted.source:
             posted.source.let_go()
-        if posted.arriving:
-            self._lanes.join()
-        for loose, message in posted.arriving:
-            block = self._loan(i).buffer[: self._route.visits[i].count]
-            target, part = in_units(block, loose.buffer[: message.rows.count])
-            put(target, message.rows, part)
-            loose.let_go()
-        if posted.arriving:
-            self._lanes.follow()
 
 
 class Sums:

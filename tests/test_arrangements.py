@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import socket
+from types import SimpleNamespace
 
 import numpy as np
 import played
@@ -17,7 +19,7 @@ from test_op import bytes_sent
 from worlds import on_ring, small_pieces, told
 
 import ringflash
-from ringflash import LAYOUTS, Ring, exchange, mask, ring, routes, ulysses
+from ringflash import LAYOUTS, Ring, exchange, gathering, mask, ring, routes, ulysses
 from ringflash.kernels import eager
 
 SIZE = 96
@@ -76,6 +78,32 @@ def test_rows_of_odd_heads_and_batches_travel_too(heads):
     tensors = inputs(48, heads=heads, groups=heads, batch=2)
     for rotate in routes.TRAVELLERS:
         check(played.attention(*tensors[:4], dlse=tensors[4], size=4, rotate=rotate), want(*tensors))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "heads", "groups", "forward", "backward"),
+    [
+        (2**24, 16, 16, 1, 1),  # as in short documents
+        (2**26, 16, 4, 2, 2),
+        (2**26, 16, 1, 1, 1),  # heads of one key head stay together
+        (2**27, 15, 5, 1, 1),  # all sections are of one size
+        (2**27, 12, 6, 2, 2),
+        (2**31, 16, 16, 2, 1),
+    ],
+)
+def test_a_gather_has_as_many_sections_as_its_pairs_are_worth(monkeypatch, pairs, heads, groups, forward, backward):
+    monkeypatch.setattr(gathering, "SECTION_PAIRS", 2**29)
+    lo, hi = mask.intervals(8, 8, causal=True)
+    route = routes.Plan(LAYOUTS["contiguous"].segments(8, 2, 1, hi - lo), 1, lo, hi, arrangement="gather").forward
+    assert route.pairs == 18, "36 pairs of two ranks"
+    q, k = (torch.empty(1, 4, count, 8, device="meta") for count in (heads, groups))
+    route = dataclasses.replace(route, pairs=pairs)
+    transport = SimpleNamespace(second_stream=lambda device: None)
+    for way, count in ((False, forward), (True, backward)):
+        sections = gathering.sections_of(q, k, route, transport, backward=way).all
+        assert len(sections) == count
+        for name, number in (("queries", heads), ("keys", groups)):
+            assert [i for lane in sections for i in range(number)[lane.heads(name)]] == list(range(number))
 
 
 class Part:

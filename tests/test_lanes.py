@@ -11,7 +11,7 @@ import torch
 from masks import MASKS
 from oracle import check, inputs, want
 
-from ringflash import exchange, gathering, lanes, routes
+from ringflash import exchange, gathering, lanes, needs, routes
 from ringflash.lanes import Lane, Lanes
 
 
@@ -80,3 +80,18 @@ def test_no_stream_reads_or_writes_too_early(watched, arrangement, layout, name,
     assert not watched, sorted(set(watched))
     if transit == torch.float32:
         check(found, want(q, k, v, dout, dlse, **MASKS[name](SIZE)))
+
+
+@pytest.mark.parametrize("rotate", routes.TRAVELLERS)
+@pytest.mark.parametrize("few", [0, 4])
+@pytest.mark.parametrize(("name", "layout"), [("documents_at_borders", "contiguous"), ("full", "zigzag")])
+def test_a_gather_waits_for_what_it_packs_and_keeps_it_until_it_has_gone(
+    watched, monkeypatch, name, layout, few, rotate
+):
+    """few: 0 = every message is packed. At borders half of the ranks have a document each, and no message."""
+    monkeypatch.setattr(needs, "FEW", few)
+    q, k, v, dout, dlse = inputs(SIZE, heads=4, groups=2)
+    given = {"arrangement": "gather", "layout": layout, "rotate": rotate} | MASKS[name](SIZE)
+    found = played.attention(q, k, v, dout, dlse=dlse, size=4, **given)
+    assert not watched, sorted(set(watched))
+    check(found, want(q, k, v, dout, dlse, **MASKS[name](SIZE)))

@@ -17,8 +17,8 @@ from conftest import error
 from test_memory import LLAMA_8B
 from torch.nn.functional import cross_entropy
 
-from train import loss, memory, out_of_memory
-from train.config import ConfigError, Memory, check_packages, load
+from train import loss, memory, out_of_memory, world
+from train.config import Memory, check_packages, load
 from train.data import IGNORED
 
 DEMO = Path(__file__).resolve().parent.parent / "configs/demo.toml"
@@ -143,35 +143,37 @@ def test_training_equals_one_process(run, texts, zero):
         assert error(results[0]["weights"][name], weight) <= 1e-5, name
 
 
-def test_a_chunk_or_weights_that_it_does_not_use_are_refused(tmp_path):
-    said = r"memory\.loss_chunk = 512 is given but memory\.loss = 'liger' takes chunks of its own: leave it out"
-    with pytest.raises(ConfigError, match=said):
-        load(DEMO, ["memory.loss=liger"])
+def test_a_chunk_is_that_of_an_evaluation_and_weights_are_refused():
+    said = "memory.loss_chunk = 512: of an evaluation alone where memory.loss = 'liger'"
+    assert world.idle_words(load(DEMO, ["memory.loss=liger"])) == [said]
+    assert world.idle_words(load(DEMO, ["memory.loss=liger", "evaluation.every=2"])) == []
     hidden, weight, labels = given(torch.float32, 0.0)
     head = loss.LossHead(torch.nn.Parameter(weight.detach()), 7, "liger")
     with pytest.raises(ValueError, match=r"memory\.loss = 'liger' knows no weight of a token: 'chunked' is accepted"):
         head(hidden, labels, torch.ones(TOKENS))
 
 
-def of_demo(tmp_path: Path) -> Path:
-    """The demo's file with Liger's loss."""
-    written = tmp_path / "demo.toml"
-    lines = DEMO.read_text().splitlines()
-    written.write_text("\n".join("loss = 'liger'" if line.startswith("loss_chunk") else line for line in lines))
-    return written
-
-
 @pytest.mark.parametrize("word", ["launch", "train"])
-def test_what_is_not_installed_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, word):
+@pytest.mark.parametrize(
+    ("installed", "said"), [(None, "which is not installed"), ("0.5.10", "but 0.5.10 is installed")]
+)
+def test_what_is_not_installed_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, installed, said, word):
     import launch.__main__
     import train.__main__
     from train.config import packages
 
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    words = [str(of_demo(tmp_path)), "--set", f"metrics.dir={tmp_path}"]
+    def version(name):
+        if installed is None:
+            raise packages.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(packages, "version", version)
+    words = [str(DEMO), "--set", f"metrics.dir={tmp_path}", "--set", "memory.loss=liger"]
     assert {"launch": launch.__main__.launch, "train": train.__main__.main}[word](words) == 2
-    said = "memory.loss = 'liger' needs the package liger-kernel, which is not installed: pip install liger-kernel"
-    assert said in capsys.readouterr().err
+    told = (
+        f"memory.loss = 'liger' needs the package liger-kernel, 0.8.5 or newer, {said}: pip install 'ringflash[liger]'"
+    )
+    assert told in capsys.readouterr().err
     check_packages(load(DEMO))
 
 
@@ -180,7 +182,7 @@ def test_a_cpu_is_refused_before_a_step(texts, tmp_path):
 
     from train import loop
 
-    config = load(of_demo(tmp_path))
+    config = load(DEMO, ["memory.loss=liger"])
     with pytest.raises(ValueError, match=r"memory\.loss = 'liger' needs a GPU.* computes on cpu, where 'chunked' is"):
         loop.prepare(config, type("World", (), {"device": torch.device("cpu")})())
     loss.check_device("chunked", torch.device("cpu"))

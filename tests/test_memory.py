@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -15,7 +16,7 @@ import torch
 import training
 
 import ringflash
-from ringflash import gathering, travel
+from ringflash import travel
 from train import flops, memory, model, plan
 from train.config import Memory, load
 
@@ -71,7 +72,6 @@ def test_the_buffers_of_a_ring_are_those_that_it_makes(monkeypatch, size, arrang
         made.extend(x.nbytes for x in pool._free[before:])
 
     monkeypatch.setattr(travel.Pool, "stock", noted)
-    monkeypatch.setattr(gathering, "SECTION_PAIRS", 1)
     length, heads, width = 16, 2, 16
     q, k, v, dout = (torch.randn(1, size * length, heads, width, dtype=torch.bfloat16) for _ in range(4))
     mesh = {"size": size, "arrangement": arrangement, "inner": inner, "layout": "contiguous"}
@@ -81,10 +81,19 @@ def test_the_buffers_of_a_ring_are_those_that_it_makes(monkeypatch, size, arrang
     of_forward = block * (1 + memory.BUFFERS[arrangement](at)[0])
     of_backward = memory.buffers_of_ring(at, block, sums, rounded=0) - sums * (arrangement != "gather")
     planned = size * length * (of_forward + of_backward)
-    if arrangement == "gather" and transit != torch.float32:  # what leaves is rounded elsewhere, for half of the heads
-        planned -= size * length * sums * (size - 1) // 2 * transit.itemsize // 4
+    if arrangement == "gather" and transit != torch.float32:  # what leaves is rounded into tensors of its own
+        planned -= size * length * sums * (size - 1) * transit.itemsize // 4
     # in a double ring one buffer less where there are few hops, or where all sums have the same rows
     assert sum(made) == planned if arrangement != "double" else 0.85 * planned <= sum(made) <= planned
+
+
+def test_a_gather_of_documents_holds_what_others_have_of_one():
+    block, sums = 2 * 2 * 1024, 2 * 4 * 1024
+    at = functools.partial(step, ring=8, arrangement="gather", tokens=4096)
+    assert at().gathered == at(document=10**6).gathered == 7
+    assert at(document=1024).gathered == 0.25
+    some = memory.buffers_of_ring(at(document=1024), block, sums, rounded=0)
+    assert some == block * 1.25 + sums * 1.5, "of all rows a block and its gradients, of a quarter those that come home"
 
 
 @pytest.mark.parametrize(
@@ -148,8 +157,11 @@ def test_the_head_of_liger_takes_what_was_measured():
     assert memory.liger_chunk(sizes, row["tokens"]) == 4096
     assert sum(parts.values()) + 2 * row["tokens"] * row["width"] == pytest.approx(row["peak_bytes"], abs=1024)
     assert memory.loss(sizes, at).items() >= parts.items(), "beside three of the states' size, one their gradient"
-    frozen = memory.liger_head(sizes, memory.replace(at, trained=1000))
-    assert frozen["gradient of the head"] == 0 and frozen["a chunk of logits"] == 4096 * 128256 * 2
+    frozen, ours = (head(sizes, memory.replace(at, trained=1000)) for head in (memory.liger_head, memory.chunked_head))
+    assert (
+        ours["gradient of the head"] == frozen["gradient of the head"] == 0
+        and frozen["a chunk of logits"] == 4096 * 128256 * 2
+    )
     single = memory.liger_head(sizes, memory.replace(at, number_bytes=4))
     assert single["a chunk of logits"] == 4 * (4096 * 128256 + sizes.head_params)
 

@@ -91,6 +91,7 @@ class Step:
     """What memory depends on beside the model.
 
     tokens: of a forward pass of one rank; sequence: of the whole sequences that they are part of
+    document: tokens of each document, left out: one fills the sequence
     number_bytes: b; ring: ring size; arrangement: of it; inner: ring ranks of a node, for "double"
     transit_bytes: of a gradient under way; ulysses: ranks that split the heads; ranks: over which ZeRO shards
     zero: its stage, or None for a model alone, whose gradients stay in its type
@@ -112,6 +113,13 @@ class Step:
     states: int = 2
     trained: int | None = None
     accumulation: int = 1
+    document: int | None = None
+
+    @property
+    def gathered(self) -> float:
+        """What a gather brings to a rank, in blocks of a rank: all, or what others have of a document."""
+        others = self.ring - 1
+        return others if self.document is None else min(others, self.document / self.tokens)
 
 
 class Moment(NamedTuple):
@@ -351,20 +359,17 @@ def attention_kernel(sizes: Sizes, step: Step) -> Parts:
     return parts
 
 
-BUFFERS: dict[str, Callable[[Step], tuple[int, int, float]]] = {
+BUFFERS: dict[str, Callable[[Step], tuple[float, float, float]]] = {
     "ring": lambda step: (1, min(step.ring - 1, 2), min(step.ring - 1, 2)),
     "double": lambda step: (min(step.inner, 3), 3, 3),
-    "gather": lambda step: (step.ring - 1, step.ring - 1, (step.ring - 1) / 2),
+    "gather": lambda step: (step.gathered,) * 3,
 }
-"""Arrangement -> blocks that visit or are to come, gradients being made, and on their way; each in blocks of a rank.
+"""Arrangement -> blocks that visit or are to come, gradients being made, and on their way; each in blocks of a rank."""
 
-A gather has them in two sections of the heads: gradients of one are under way.
-"""
-
-BUFFERS_ROUNDED: dict[str, Callable[[Step], tuple[int, int]]] = {
+BUFFERS_ROUNDED: dict[str, Callable[[Step], tuple[float, float]]] = {
     "ring": lambda step: (1, 2),
     "double": lambda step: (2, 2),
-    "gather": lambda step: (step.ring - 1, step.ring - 1),
+    "gather": lambda step: (step.gathered, 2 * step.gathered),
 }
 """The last two where they are rounded for their way."""
 
@@ -377,7 +382,7 @@ def buffers_of_ring(step: Step, block: int, sums: int, rounded: int) -> int:
     visiting, made, under_way = BUFFERS[step.arrangement](step)
     if step.transit_bytes < FLOAT:  # what leaves is a copy, so what it was made in is free again
         made, under_way = BUFFERS_ROUNDED[step.arrangement](step)
-    in_loop = block * (1 + visiting) + sums * (1 + made) + int(under_way * sums * step.transit_bytes / FLOAT)
+    in_loop = int(block * (1 + visiting) + sums * (1 + made) + under_way * sums * step.transit_bytes / FLOAT)
     if step.arrangement == "gather":  # what it leaves behind is there from its begin, and it has no own sums beside
         return in_loop
     return max(in_loop - rounded, sums)
@@ -394,8 +399,13 @@ def chunked_head(sizes: Sizes, step: Step) -> Parts:
     b, chunk = step.number_bytes, min(step.memory.loss_chunk, step.tokens)
     return {
         "a chunk of logits": chunk * sizes.vocabulary * (2 * FLOAT + b),
-        "gradient of the head": sizes.head_params * (FLOAT + b),
+        "gradient of the head": trained_head(sizes, step) * (FLOAT + b),
     }
+
+
+def trained_head(sizes: Sizes, step: Step) -> int:
+    """Numbers of the head that get a gradient: none beside adapters."""
+    return sizes.head_params if step.trained is None else 0
 
 
 def last_norm(sizes: Sizes, step: Step) -> Parts:
@@ -416,7 +426,7 @@ def liger_head(sizes: Sizes, step: Step) -> Parts:
 
     In fp32 nothing is rounded, and a product of the head's size is made before it is added to the sum.
     """
-    b, trained = step.number_bytes, sizes.head_params if step.trained is None else 0
+    b, trained = step.number_bytes, trained_head(sizes, step)
     logits, rounded = liger_chunk(sizes, step.tokens) * sizes.vocabulary * b, trained * b
     return {
         "losses and valid labels": step.tokens * (FLOAT + 1),

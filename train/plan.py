@@ -116,8 +116,9 @@ class Plan:
         rank, sizes = self.config.lora.rank, self.sizes
         return sizes.layers * len(self.config.lora.targets) * rank * (sizes.width + sizes.mlp_width)
 
-    def seconds(self, step: memory.Step, rates: flops.Rates) -> dict[str, float]:
-        """Predicted seconds of a step on documents as long as the sequence, by part."""
+    def seconds(self, step: memory.Step, rates: flops.Rates, document: int | None = None) -> dict[str, float]:
+        """Predicted seconds of a step by part. document: tokens of each, left out: as many as the sequence has"""
+        document = document or step.sequence
         sizes, switches = self.sizes, step.memory
         runs = flops.passes(switches.checkpoint, switches.checkpoint_every, tiled=switches.mlp_tile is not None)
         batch = self.config.batch(self._world_size)
@@ -126,7 +127,7 @@ class Plan:
         chunk = None if switches.loss == "liger" else switches.loss_chunk
         every_token += flops.head_elementwise(sizes, chunk, number_bytes=step.number_bytes)
         times = flops.step_seconds(
-            self.shape, [step.sequence] * batch.global_batch, rates, runs,
+            self.shape, _cut(step.sequence * batch.global_batch, document), rates, runs,
             mlp_params=3 * sizes.layers * sizes.width * sizes.mlp_width, head_params=sizes.head_params,
             loss=switches.loss, ranks=step.ranks, moved_bytes=batch.accumulation * moved,
             elementwise_bytes=every_token,
@@ -148,7 +149,7 @@ class Plan:
             yield switches.model_copy(update={"checkpoint": "selective"})
         if switches.loss == "liger":
             yield switches.model_copy(update={"loss": "chunked"})
-        if switches.loss_chunk > CHUNK:
+        elif switches.loss_chunk > CHUNK:
             yield switches.model_copy(update={"loss_chunk": CHUNK})
         if switches.mlp_tile is None or switches.mlp_tile > TILE:
             yield switches.model_copy(update={"mlp_tile": TILE})
@@ -323,3 +324,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def _cut(tokens: int, document: int) -> list[int]:
+    """Documents of that length and what is left of the tokens."""
+    rest = [tokens % document] if tokens % document else []
+    return [document] * (tokens // document) + rest

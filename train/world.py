@@ -187,7 +187,11 @@ def idle_words(config: Config) -> list[str]:
     parallel = config.parallel
     given = [("arrangement", parallel.arrangement, (None, "ring")), ("transit", parallel.transit, ("float32",))]
     said = [f"parallel.{name} = {value!r}" for name, value, plain in given if value not in plain]
-    return [f"{' and '.join(said)}: nothing to act on where parallel.ring = 1"] if said and parallel.ring == 1 else []
+    words = [f"{' and '.join(said)}: nothing to act on where parallel.ring = 1"] if said and parallel.ring == 1 else []
+    memory = config.memory
+    if memory.loss == "liger" and "loss_chunk" in memory.model_fields_set and config.evaluation.every is None:
+        words.append(f"memory.loss_chunk = {memory.loss_chunk}: of an evaluation alone where memory.loss = 'liger'")
+    return words
 
 
 def device_of(place: Place) -> torch.device:

@@ -1,9 +1,13 @@
 """The optional packages that a configuration needs: are they installed?"""
 
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
 
 from .refusal import ConfigError
 from .run import Config
+
+LIGER = "0.8.5"  # older ones take fewer arguments
 
 
 def check_packages(config: Config) -> None:
@@ -11,8 +15,15 @@ def check_packages(config: Config) -> None:
 
     Apart from `load`, because a plan needs none of them. Raises: ConfigError.
     """
-    if config.memory.loss == "liger" and find_spec("liger_kernel") is None:
+    if config.memory.loss != "liger":
+        return
+    try:
+        found = version("liger-kernel")
+    except PackageNotFoundError:
+        found = None
+    if found is None or Version(found) < Version(LIGER):
+        is_there = "which is not installed" if found is None else f"but {found} is installed"
         raise ConfigError(
-            "memory.loss = 'liger' needs the package liger-kernel, which is not installed: "
-            "pip install liger-kernel, or say 'chunked'"
+            f"memory.loss = 'liger' needs the package liger-kernel, {LIGER} or newer, {is_there}: "
+            "pip install 'ringflash[liger]', or say 'chunked'"
         )

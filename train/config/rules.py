@@ -314,15 +314,6 @@ def _check_memory(config: "Config") -> None:
         raise ConfigError(f"memory.offload = {memory.offload} names one thing twice")
 
 
-def _check_loss(config: "Config") -> None:
-    memory = config.memory
-    if memory.loss == "liger" and "loss_chunk" in memory.model_fields_set:
-        raise ConfigError(
-            f"memory.loss_chunk = {memory.loss_chunk} is given but memory.loss = 'liger' takes chunks of its own: "
-            "leave it out, or say 'chunked'"
-        )
-
-
 def _check_checkpoint(config: "Config") -> None:
     keep = config.checkpoint
     if keep.every is None:
@@ -386,7 +377,6 @@ RULES: tuple[Callable[["Config"], None], ...] = (
     _check_sequence,
     _check_optimizer,
     _check_memory,
-    _check_loss,
     _check_checkpoint,
     _check_evaluation,
     _check_needle,

@@ -215,7 +215,7 @@ class Memory(Section):
     """Who makes the loss of training: "chunked", ours; "liger", the package liger-kernel on GPUs, which makes the
     gradients in the forward, in chunks of its own. Evaluation is always ours."""
     loss_chunk: Count = 1024
-    """Local tokens whose logits exist at one time; with loss = "liger" it is not to be given."""
+    """Local tokens whose logits exist at one time: in an evaluation, and in training unless the loss is Liger's."""
     device_gb: Positive | None = None
     """Memory of one GPU, in 10^9 bytes, which a step must fit into; left out: that of the GPU that is there."""
     host_gb: Positive | None = None
