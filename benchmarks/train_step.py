@@ -216,6 +216,8 @@ def longest(asked: argparse.Namespace, words: list[str]) -> int:
 def run(asked: argparse.Namespace, words: list[str]) -> None:
     """What `main` does."""
     config, share = config_of(asked), None
+    if asked.loss == "liger" and "loss_chunk" in config.memory.model_fields_set:
+        raise ValueError(f"--loss-chunk {asked.loss_chunk} is of --loss chunked: leave it out")
     if asked.ring > 1:
         if asked.optimizer != "none":
             raise ValueError(

@@ -468,7 +468,7 @@ def test_a_share_warms_up_on_hops_of_the_ring():
         ("--ring 2 --ring-rank 2", "--ring-rank 2 must be one of 0 to 1"),
         ("--ring 3", "--length 64 must divide by 6, twice --ring"),
         ("--ring 2 --optimizer sgd", "--ring 2 is one rank alone, without --optimizer sgd: leave it out"),
-        ("--loss liger --loss-chunk 5", "memory.loss_chunk = 5 is given but memory.loss = 'liger' takes chunks of its"),
+        ("--loss liger --loss-chunk 5", "--loss-chunk 5 is of --loss chunked: leave it out"),
         pytest.param("--loss liger", "memory.loss = 'liger' needs", marks=ON_CPU),
     ],
 )

@@ -16,6 +16,10 @@ UPDATE_NUMEL = 1 << 20
 """Numbers that are updated at a time; `memory.UPDATE_NUMEL` is the same. What is made of them fits into caches."""
 
 
+REPLACED = "_get_compact_grad_partition_slice", "_use_compact_grad_partition_buffer", "copy_grads_in_partition"
+"""Methods of DeepSpeed's optimizer that `release_early` replaces or asks."""
+
+
 class AdamW(torch.optim.AdamW):
     """torch's, of flat parameters, piece by piece: on a CPU torch makes two more tensors of a parameter's size."""
 
@@ -48,9 +52,12 @@ def release_early(outer: Any) -> None:
 
     It adds what a bucket reduced to a tensor of the rank's whole partition, copies that to the host parameter by
     parameter, and keeps it until the update. Here each parameter has a tensor of its own, gone once it is copied.
+    A DeepSpeed that does it otherwise (this is 0.19.8's way) is left as it is.
     """
     import deepspeed.comm as dist
 
+    if not all(hasattr(outer, name) for name in REPLACED):
+        return
     outer.temp_grad_buffer_for_cpu_offload = None  # nothing uses it
     if outer.dtype == outer.gradient_accumulation_dtype:
         return
@@ -59,7 +66,8 @@ def release_early(outer: Any) -> None:
     copy = outer.copy_grads_in_partition
 
     def part_of(group: int, partition: int, parameter: int, numel: int) -> Tensor | None:
-        if partition != dist.get_rank(group=outer.real_dp_process_group[group]):
+        mine = partition == dist.get_rank(group=outer.real_dp_process_group[group])
+        if not mine or not outer._use_compact_grad_partition_buffer(group):
             return None
         if parameter not in waiting:
             waiting[parameter] = torch.zeros(
