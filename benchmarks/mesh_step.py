@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 benchmarks/mesh_step.py --cases ring-512k documents-balanced
     torchrun --nproc-per-node 2 benchmarks/mesh_step.py --tiny              # gloo on CPUs: does it run?
 
-Some layers of Llama-3-8B, bf16, AdamW under ZeRO 2, on the source files of Python's standard library: as one document,
-or as the documents that they are. The row is the last step's; the steps before it compile. Seconds are the slowest
-rank's; attention's are rank 0's, with what its ring waits for. Predictions are of `train.plan`, for documents with the
-pairs that the trainer counted. The cases are those of `meshes.py`.
+Some layers of Llama-3-8B, bf16, AdamW under ZeRO 2 or 3, on the source files of Python's standard library: as one
+document, or as the documents that they are. The row is the last step's; the steps before it compile. Seconds are the
+slowest rank's; attention's are rank 0's, with what its ring waits for. Predictions are of `train.plan`, for documents
+with the pairs that the trainer counted. The cases are those of `meshes.py`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,11 @@ def go(asked: argparse.Namespace, place: world.Place) -> None:
         for name, config in configs.items():
             row = measure(cases[name], config, world.connect(config, first.device))
             if place.rank == 0:
-                print(json.dumps({"case": name, "ranks": place.size, **cases[name]._asdict()} | row | made), flush=True)
+                line = json.dumps({"case": name, "ranks": place.size, **cases[name]._asdict()} | row | made)
+                print(line, flush=True)
+                if asked.output:
+                    with asked.output.open("a", encoding="utf-8") as file:
+                        file.write(f"{line}\n")
             gc.collect()
             if first.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -77,6 +81,7 @@ def go(asked: argparse.Namespace, place: world.Place) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--output", type=Path, help="rows are added to it")
     parser.add_argument("--commit", help="the commit, where the checkout has no history")
     parser.add_argument("--tiny", action="store_true", help="the shape tiny on 512 tokens")
     code = 0

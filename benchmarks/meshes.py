@@ -18,7 +18,10 @@ from train.config import Config  # noqa: E402
 
 
 class Case(NamedTuple):
-    """A mesh and what it trains. ulysses: ranks that share heads, the others are a ring; window: keys a query sees"""
+    """A mesh and what it trains. ulysses: ranks that share heads, the others are a ring; window: keys a query sees
+
+    zero: the stage; offload: as memory.offload
+    """
 
     length: int
     layers: int
@@ -28,6 +31,8 @@ class Case(NamedTuple):
     documents: bool = False
     window: int | None = None
     steps: int = 2
+    zero: int = 2
+    offload: tuple[str, ...] = ()
 
     def small(self) -> Case:
         """The same mesh on few tokens."""
@@ -50,11 +55,11 @@ class Case(NamedTuple):
                 "model": {"architecture": architecture, "dtype": "float32" if tiny else "bfloat16", "config": table},
                 "data": {"path": "stdlib", "document_mask": self.documents},
                 "sequence": {"length": self.length, "layout": self.layout},
-                "parallel": {"ring": ranks // self.ulysses, "ulysses": self.ulysses, "zero": 2,
+                "parallel": {"ring": ranks // self.ulysses, "ulysses": self.ulysses, "zero": self.zero,
                              "arrangement": self.arrangement},
                 "optimizer": {"name": "adamw", "lr": 1e-5},
                 "train": {"name": "mesh", "steps": self.steps, "global_batch": 1, "self_test": False},
-                "memory": {"mlp_tile": 128 if tiny else 16384},
+                "memory": {"mlp_tile": 128 if tiny else 16384, "offload": list(self.offload)},
                 "metrics": {"wandb": "disabled"},
                 "launch": {"processes_per_node": ranks},
             }
@@ -64,6 +69,8 @@ class Case(NamedTuple):
 CASES = {
     "ring-128k": Case(131072, 2, steps=3),
     "ulysses-128k": Case(131072, 2, layout="contiguous", ulysses=2, steps=3),
+    "zero3-128k": Case(131072, 2, steps=3, zero=3),
+    "optimizer-away-128k": Case(131072, 2, steps=3, offload=("optimizer",)),
     "ring-512k": Case(524288, 2),
     "ulysses-512k": Case(524288, 2, layout="contiguous", ulysses=2),
     "window-512k": Case(524288, 2, window=4096, steps=3),

@@ -619,7 +619,7 @@ def rows_of_a_small_ring() -> list[dict]:
 
 def test_a_ring_of_processes_is_measured_beside_its_rivals(pool):
     rows = {(row["contender"], row.get("way")): row for row in pool(2)(rows_of_a_small_ring)[0]}
-    for name in ("ring", "alone"):
+    for name in ("ring", "gather", "alone"):
         assert all(0 < rows[name, way]["host_ms"] <= rows[name, way]["ms"] for way in ring.WAYS)
     assert rows["ring", "both"]["messages_ms"]["span"] > 0
     if importlib.util.find_spec("ring_flash_attn"):
@@ -629,7 +629,7 @@ def test_a_ring_of_processes_is_measured_beside_its_rivals(pool):
 
 
 def test_several_processes_take_a_step_of_each_kind_of_mesh(tmp_path):
-    cases = ["ulysses-128k", "documents-gather"]
+    cases = ["zero3-128k", "documents-gather"]
     words = [
         "--standalone",
         "--nproc-per-node",
