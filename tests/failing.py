@@ -75,13 +75,13 @@ def hang(config: Config, place: str) -> list[str]:
     """Body: rank 1 sleeps in step 5, before a hop or a backward. What each rank would say at its end."""
     said: list[str] = []
     run = loop.prepare(config, training.join(config), fail=said.append)
-    go_on = getattr(*PLACES[place])
+    go_on, asleep = getattr(*PLACES[place]), f"asleep before {place}"
 
     def sleepy(*args: Any, **options: Any) -> Any:
         if run.watch.step == 5:
             if run.world.rank == 1:
-                run.world.board.set("asleep", "")
-            run.world.board.wait(["asleep"], timedelta(seconds=60))  # on a busy machine rank 1 may be far behind
+                run.world.board.set(asleep, "")
+            run.world.board.wait([asleep], timedelta(seconds=60))  # on a busy machine rank 1 may be far behind
             run.watch._since = time.monotonic()  # or the time is over before rank 0 waits
         watch.FLOOR_S = 3.0 if run.watch.step == 5 else 120.0  # of other steps none is late there
         while run.watch.step == 5 and run.world.rank == 1 and not said:
@@ -92,6 +92,15 @@ def hang(config: Config, place: str) -> list[str]:
         loop.fit(run)
     run.engine.close()
     return said
+
+
+def told_before(config: Config) -> bool:
+    """Body: whether a watch finds what a run before it said of this rank."""
+    joined = world.connect(config, training.device())
+    key = f"hang/{joined.rank}"
+    joined.board.set(key, '[5, "forward", "a message of that run"]')
+    with watch.Watch(config, joined, print):
+        return joined.board.check([key])
 
 
 def gone(config: Config) -> tuple[list[str], float]:

@@ -111,6 +111,10 @@ def test_R99_a_hang_names_rank_hop_and_peer(two, texts, tmp_path):
     assert "in sleepy" in stacks[1] and ("in _arrive" if two.backend == "gloo" else "in _run") in stacks[0]
 
 
+def test_a_hang_is_not_told_in_the_words_of_a_run_before(pool, texts, tmp_path):
+    assert pool(2)(failing.told_before, config_of(texts, tmp_path)) == [False, False]
+
+
 def test_R99_a_hang_names_the_collective_and_leaves_the_flight_recorders_entries(two, texts, tmp_path):
     """Data alone, so no rank waits for a message of a ring."""
     config = config_of(texts, tmp_path, steps=6, mesh=(2, 1, 1), global_batch=2)

@@ -96,6 +96,7 @@ class Watch:
         return min(self._timeout_s, max(FLOOR_S, FACTOR * statistics.median(self._times)))
 
     def __enter__(self) -> Self:
+        self._world.board.delete_key(self._key(self._world.rank))  # what a run before said in this world
         self._hosts = self._world.gather_objects(os.uname().nodename)
         bodies = [self._keep_time] + [self._listen] * (self._world.size > 1)
         for body in bodies:
@@ -106,6 +107,9 @@ class Watch:
         self._closed.set()
         if kind is None and self._world.size > 1:
             self._pass_on(GOODBYE)
+
+    def _key(self, rank: int) -> str:
+        return f"hang/{rank}"
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}"
@@ -141,14 +145,14 @@ class Watch:
     def _hang(self, limit_s: float) -> str:
         """One sentence about all ranks; the stacks of this one go to a file."""
         waits = waits_for()
-        self._world.board.set(f"hang/{self._world.rank}", json.dumps([self.step, self.part, waits]))
+        self._world.board.set(self._key(self._world.rank), json.dumps([self.step, self.part, waits]))
         self._dump()
         said = {rank: self._answer(rank, time.monotonic() + ANSWER_S) for rank in range(self._world.size)}
         return f"step {self.step} does not end, {limit_s:g} s after its begin: {blame(said, self._named)}"
 
     def _answer(self, rank: int, deadline: float) -> tuple[int, str, str | None] | None:
         """What a rank says that it does, None if it does not."""
-        key = f"hang/{rank}"
+        key = self._key(rank)
         while not self._world.board.check([key]):
             if time.monotonic() > deadline:
                 return None
