@@ -45,8 +45,7 @@ def test_the_planner_knows_the_size_of_a_piece():
     assert memory.UPDATE_NUMEL == host_update.UPDATE_NUMEL
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("zero", "optimizer"), [(1, "adamw"), (2, "adamw"), (3, "adamw"), (2, "sgd")])
 def test_bf16_trains_to_the_bit_as_without(pool, tmp_path, zero, optimizer):
     """Two passes an update, on two ranks, in buckets smaller than the head."""
     texts, digests = training.write_texts(tmp_path), set()

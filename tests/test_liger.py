@@ -127,7 +127,7 @@ def test_ignored_labels_a_frozen_head_and_scores_of_each_token(run):
     run(edges)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 def test_training_equals_one_process(run, texts, zero):
     """Nine of ten labels of one rank ignored, then one valid label in the whole batch; weights in shards from 3 on."""
     import training
