@@ -39,7 +39,7 @@ from cases import BACKWARD, documents
 from provenance import ROOT, provenance
 from ring_share import Here
 
-from ringflash import ARRANGEMENTS, LAYOUTS, exchange, lanes, makespan, mask, ring, routes
+from ringflash import ARRANGEMENTS, LAYOUTS, exchange, lanes, makespan, mask, ring, routes, trips
 from ringflash.kernels import KERNELS, Kernel
 from ringflash.kernels.choice import choose
 from ringflash.layouts.documents import Documents
@@ -97,9 +97,9 @@ def tiny() -> list[Case]:
 class OneLaunch(NamedTuple):
     """A plan, as `routes.Plan` is one, of a rank that has all its keys beside it, in order."""
 
-    forward: routes.Route
+    forward: trips.Route
 
-    def backward(self, sizes: routes.Sizes) -> routes.Route:
+    def backward(self, sizes: routes.Sizes) -> trips.Route:
         """The same: nothing travels."""
         return self.forward
 
@@ -130,8 +130,8 @@ def work(case: Case) -> Work:
     joined = np.stack((keys[new, 0], np.add.reduceat(keys[:, 1], np.flatnonzero(new))), 1)
     count, nothing = int(keys[:, 1].sum()), Rows(np.zeros((0, 2), np.int64), 0)
     view = mask.View(views[0].lo, views[0].hi, views[0].q_segments, joined)
-    visit = routes.Visit(view, True, routes.WHOLE, count, (), 0, nothing, nothing, ())
-    one = OneLaunch(routes.Route("keys", (0,), (visit,), (), nothing))
+    visit = trips.Visit(view, True, trips.WHOLE, count, (), 0, nothing, nothing, ())
+    one = OneLaunch(trips.Route("keys", (0,), (visit,), (), nothing))
     return Work(plan, one, count, makespan.pairs(segments, lo, hi))
 
 
@@ -293,7 +293,7 @@ def loops(case: Case, planned: Work, watch) -> dict[str, Loop]:
     return found
 
 
-def flops(case: Case, route: routes.Route, direction: str) -> float:
+def flops(case: Case, route: trips.Route, direction: str) -> float:
     pairs = sum(view.pairs() for view in route.views if view)
     return 4.0 * case.head_dim * case.heads * pairs * (BACKWARD if direction == "backward" else 1.0)
 

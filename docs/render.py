@@ -354,11 +354,15 @@ def switches() -> str:
     found = training.switched(rows_of("train_step"))
     if found is None:
         return unmeasured("python benchmarks/train_step.py")
-    plain, lines = found
+    return beside("switch", *found)
+
+
+def beside(what: str, plain: dict, lines: list[list[str]]) -> str:
+    """A table of what is saved and costs, under the step that all is compared with."""
     return (
-        f"{plain['shape']}, {plain['layers']} layers, {plain['length']:,} tokens, beside the step without switches "
-        f"({plain['peak_allocated_bytes'] / 1e9:.1f} GB, {plain['seconds']:.2f} s):\n\n"
-        + table(training.SWITCHES, lines)
+        f"{training.steps.shape_of(plain)}, {plain['layers']} layers, {plain['length']:,} tokens, beside the step "
+        f"without switches ({plain['peak_allocated_bytes'] / 1e9:.1f} GB, {plain['seconds']:.2f} s):\n\n"
+        + table([what, *training.SWITCHES], lines)
     )
 
 
@@ -367,12 +371,7 @@ def away() -> str:
     found = training.away(rows_of("train_step"))
     if found is None:
         return unmeasured("python benchmarks/train_step.py --optimizer adamw --zero 2 --offload optimizer")
-    plain, lines = found
-    return (
-        f"{training.steps.shape_of(plain)}, {plain['layers']} layers, {plain['length']:,} tokens "
-        f"({plain['peak_allocated_bytes'] / 1e9:.1f} GB, {plain['seconds']:.2f} s):\n\n"
-        + table(["`offload = ['optimizer']`, ZeRO 2", *training.SWITCHES[1:]], lines)
-    )
+    return beside("`offload = ['optimizer']`, ZeRO 2", *found)
 
 
 def window() -> str:

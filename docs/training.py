@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 STEPS = ["shape", "layers", "tokens", "[memory]", "seconds", "tokens/s", "causal MFU", "share of attention",
          "GPU, GB", "host, GB"]  # fmt: skip
-SWITCHES = ["switch", "saves on the GPU, GB", "measured", "takes of host memory, GB", "measured", "costs, s",
+SWITCHES = ["saves on the GPU, GB", "measured", "takes of host memory, GB", "measured", "costs, s",
             "measured"]  # fmt: skip
 PARTS = ["part", "seconds", "share of the step", "TFLOP/s"]
 SHARE = ["what", "seconds"]

@@ -17,8 +17,8 @@ import torch
 from .exchange import Messages, Pending, Transport
 from .kernels import Kernel, State
 from .lanes import Lane, Lanes, of_heads
-from .routes import Message, Route
 from .travel import Loan, Pool, Record, add, in_units, put, take
+from .trips import Message, Route
 
 MAX_SECTIONS = 2
 """Of the heads. Four were slower where it was measured, on 2 GPUs and on one; see `docs/decisions.md`."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from .exchange import Pending, Transport
-from .routes import FIRST, REST, WHOLE
+from .trips import FIRST, REST, WHOLE
 
 LANE_ROWS = 16384
 """With fewer local tokens there is one lane: at 8k a second one cost 0 to 13% on one GPU, at 16k it gained 0 to 1%."""
@@ -72,7 +72,7 @@ class Lanes:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def of(self, part: str) -> tuple[Lane, ...]:
-        """The lanes that compute with a part of a block, see `routes`, in the order in which they are told.
+        """The lanes that compute with a part of a block, see `trips`, in the order in which they are told.
 
         The caller's comes last: what follows on its stream waits for nothing in the others then.
         """

@@ -48,11 +48,12 @@ class Rows:
         return slice(first, first + count)
 
     def places(self) -> list[tuple[slice, slice]]:
-        """(among these rows, in the block) of each run, if they are few; otherwise none."""
-        if not few(self.runs):
-            return []
-        begin = (self.runs[:, 1].cumsum() - self.runs[:, 1]).tolist()
-        return [(slice(b, b + n), slice(a, a + n)) for b, (a, n) in zip(begin, self.runs.tolist(), strict=True)]
+        """(among these rows, in the block) of each run, if they are few; otherwise none. Made once."""
+        if "places" not in self._made:
+            begin = (self.runs[:, 1].cumsum() - self.runs[:, 1]).tolist()
+            runs = zip(begin, self.runs.tolist(), strict=True) if few(self.runs) else ()
+            self._made["places"] = [(slice(b, b + n), slice(a, a + n)) for b, (a, n) in runs]
+        return self._made["places"]
 
     def index(self, device: torch.device) -> torch.Tensor:
         """int64 [count] on a device, made once."""

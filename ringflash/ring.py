@@ -24,8 +24,8 @@ from .exchange import Transport
 from .kernels import Kernel, State
 from .lanes import Lane, Lanes, lanes_of, of_heads, one_lane
 from .mask import View
-from .routes import Route
 from .travel import Blocks, Sums
+from .trips import Route
 
 
 def forward(

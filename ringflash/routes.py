@@ -1,8 +1,9 @@
-"""What travels round a ring, between which ranks, and no row that nobody needs: the hops of a call as data.
+"""What travels round a ring, between which ranks, and no row that nobody needs: the hops of a call.
 
 A block (keys and values, or queries with what belongs to them) visits the ranks that need it, see `needs`; which rank
 gets it from whom is one of the `arrangements`. Every rank derives all of it alone, from layout and mask. numpy on the
-host, no device, no communication. Made by `ops`, read by `ring`, `gathering` and `travel`.
+host, no device, no communication. Made by `ops`; what comes out are the records of
+`trips`.
 
 Letters: P ring size, S global sequence, E elements; hops as in `arrangements`.
 """
@@ -10,7 +11,7 @@ Letters: P ring size, S global sequence, E elements; hops as in `arrangements`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,114 +21,11 @@ import torch
 from .arrangements import ARRANGEMENTS, AT_ONCE, HOME, Geometry
 from .mask import Segments, View, plan_one_device, positions
 from .needs import NOBODY, Needs, Rows, few, needs_of
+from .trips import FIRST, REST, WHOLE, Message, Route, Trip, Visit
 
 UNIT_BYTES = 16  # what TMA wants of starts and strides: parts of a row of bytes begin at multiples of it
-WHOLE, FIRST, REST = "whole", "first", "rest"
-"""Parts of a block, by its heads: all, those of the first lane, and those of the other lanes."""
 
 TRAVELLERS = {"keys": "keys and values", "queries": "queries"}
-
-
-class Message(NamedTuple):
-    """Rows that go to a peer, or come from it. rows: of the block or of the sum that stands on this rank.
-
-    pieces: runs of the rows that go each by itself, so that none is copied first; none = all rows go together
-    """
-
-    peer: int
-    rows: Rows
-    pieces: tuple[slice, ...] = ()
-
-
-class Trip(NamedTuple):
-    """One batch of messages, which every rank posts at the same point of its walk. visit: for which, or HOME."""
-
-    visit: int
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    slow: bool
-    what: str
-
-
-@dataclass(frozen=True, eq=False)
-class Visit:
-    """What one rank does between two waits.
-
-    view: what it computes, None without work; own: with its own block, which has not travelled
-    part: of the block: gradients of the own one are computed in one visit, WHOLE, or in two, FIRST and REST
-    count: rows of the visiting block
-    trips: of blocks, posted before the kernel
-    total: rows of the sum of gradients which leaves with these returns; empty if none does
-    computed, added: the rows of the block whose gradients are computed here, and the rows of the sum that they are
-    returns: trips of gradients, posted behind the kernel and what arrived
-    """
-
-    view: View | None
-    own: bool
-    part: str
-    count: int
-    trips: tuple[Trip, ...]
-    total: int
-    computed: Rows
-    added: Rows
-    returns: tuple[Trip, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Route:
-    """One rank's walk round the ring with one kind of block.
-
-    what: a key of TRAVELLERS; hops: distances in the order of visits, the same on every rank; may lack 0, may be empty
-    visits: one a hop, or one for several; trips: those that are posted before the first; home: own rows that leave
-    joined: where all is computed at once, the rows of the one block that are this rank's own; None where blocks visit
-    pairs: that one head of a rank sees on average, the same on every rank; with `joined`
-    """
-
-    what: str
-    hops: tuple[int, ...]
-    visits: tuple[Visit, ...]
-    trips: tuple[Trip, ...]
-    home: Rows
-    joined: Rows | None = None
-    pairs: int = 0
-
-    @property
-    def first(self) -> int:
-        """Index of this rank's first visit with work; the number of visits if there is none."""
-        return next((i for i, visit in enumerate(self.visits) if visit.view), len(self.visits))
-
-    @property
-    def last(self) -> int:
-        """Index of this rank's last visit with work; -1 if there is none."""
-        return next((i for i in reversed(range(len(self.visits))) if self.visits[i].view), -1)
-
-    @property
-    def views(self) -> tuple[View | None, ...]:
-        """What is computed at each visit."""
-        return tuple(visit.view for visit in self.visits)
-
-    @property
-    def travels(self) -> bool:
-        """Anything leaves any rank."""
-        return any(self.hops)
-
-    @property
-    def block_trips(self) -> list[Trip]:
-        """All trips of blocks, in order."""
-        return [*self.trips, *(trip for visit in self.visits for trip in visit.trips)]
-
-    @property
-    def gradient_trips(self) -> list[Trip]:
-        """All trips of gradients, in order."""
-        return [trip for visit in self.visits for trip in visit.returns]
-
-    def sent_rows(self) -> tuple[int, int]:
-        """Rows of blocks and rows of gradients that this rank sends."""
-        blocks, gradients = (
-            sum(message.rows.count for trip in trips for message in trip.sends)
-            for trips in (self.block_trips, self.gradient_trips)
-        )
-        return blocks, gradients
 
 
 class Travel:

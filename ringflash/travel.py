@@ -1,7 +1,7 @@
 """What travels, as messages: blocks that visit this rank hop by hop, and the sums of gradients that follow them.
 
 `Blocks` sends on what stands here before the kernel runs and waits behind it, `Sums` does the same for gradients, one
-hop behind. Which rows go to whom is a `routes.Route`; the calls are those of `exchange`. Rows are tokens, outermost in
+hop behind. Which rows go to whom is a `trips.Route`; the calls are those of `exchange`. Rows are tokens, outermost in
 memory, so that a run of rows is one message without a copy; only rows that are several runs are packed first.
 Called by `ring`; rows, buffers and their loans are `gathering`'s, too.
 
@@ -19,7 +19,8 @@ from .arrangements import HOME
 from .exchange import Messages, Pending
 from .lanes import Lanes
 from .needs import Rows
-from .routes import UNIT_BYTES, Message, Route, Trip, Visit
+from .routes import UNIT_BYTES
+from .trips import Message, Route, Trip, Visit
 
 
 def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:

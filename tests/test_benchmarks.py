@@ -638,6 +638,8 @@ def test_several_processes_take_a_step_of_each_kind_of_mesh(tmp_path):
         "--tiny",
         "--cases",
         *cases,
+        "--output",
+        str(tmp_path / "rows.jsonl"),
     ]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words],
@@ -650,6 +652,7 @@ def test_several_processes_take_a_step_of_each_kind_of_mesh(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["case"] for row in rows] == cases
+    assert list(map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())) == rows
     assert all(row["seconds"] > row["attention_forward_s"] > 0 for row in rows)
     assert all(row["predicted_peak_bytes"] > 0 and "predicted_seconds" in row for row in rows)
 

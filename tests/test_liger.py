@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import error
+from test_loss import case
 from test_memory import LLAMA_8B
 from torch.nn.functional import cross_entropy
 
@@ -22,7 +23,7 @@ from train.config import Memory, check_packages, load
 from train.data import IGNORED
 
 DEMO = Path(__file__).resolve().parent.parent / "configs/demo.toml"
-TOKENS, WIDTH, VOCAB = 61, 16, 50  # chunks of 16, the last one shorter
+TOKENS = 61  # chunks of 16, the last one shorter
 SIZE = 2
 
 
@@ -41,15 +42,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
     yield lambda function, *args: [one.result() for one in [worker.submit(function, *args) for worker in workers]]
     for worker in workers:
         worker.shutdown()
-
-
-def given(dtype: torch.dtype, ignored: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(VOCAB, WIDTH, generator=generator).to(dtype).requires_grad_()
-    labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
-    labels[torch.rand(TOKENS, generator=generator) < ignored] = IGNORED
-    return hidden, weight, labels
 
 
 def errors(tensors: tuple[torch.Tensor, ...], factor: float) -> dict[str, list[float]]:
@@ -73,7 +65,7 @@ def errors(tensors: tuple[torch.Tensor, ...], factor: float) -> dict[str, list[f
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-3)], ids=str)
 def test_loss_and_gradients_equal_torch(run, dtype, rounding, ignored, factor):
     """At most twice our errors, or a rounding's; scaling cuts once more, for the interpreter does not round."""
-    found = run(errors, given(dtype, ignored), factor)[0]
+    found = run(errors, case(ignored, dtype, TOKENS), factor)[0]
     cut = 2**-8 if dtype == torch.bfloat16 and factor != 1 else 0
     for mine, theirs in zip(found["chunked"], found["liger"], strict=True):
         assert theirs <= 2 * max(mine, rounding) + cut, found
@@ -104,11 +96,11 @@ def test_of_llama_3_8b_it_is_as_exact_as_ours_and_takes_what_is_planned(record_p
 
 def edges() -> None:
     """Body: no label at all; a frozen head; without gradients; the losses of each token."""
-    hidden, weight, labels = given(torch.float32, 2.0)
+    hidden, weight, labels = case(2.0, torch.float32, TOKENS)
     total = loss.liger_loss_sum(hidden, weight, labels)
     assert total == 0 and total.requires_grad
     assert all((gradient == 0).all() for gradient in torch.autograd.grad(total, (hidden, weight)))
-    hidden, weight, labels = given(torch.float32, 0.3)
+    hidden, weight, labels = case(0.3, torch.float32, TOKENS)
     frozen = torch.nn.Parameter(weight.detach(), requires_grad=False)
     head = loss.LossHead(frozen, 7, "liger")
     total = head(hidden, labels)
@@ -147,7 +139,7 @@ def test_a_chunk_is_that_of_an_evaluation_and_weights_are_refused():
     said = "memory.loss_chunk = 512: of an evaluation alone where memory.loss = 'liger'"
     assert world.idle_words(load(DEMO, ["memory.loss=liger"])) == [said]
     assert world.idle_words(load(DEMO, ["memory.loss=liger", "evaluation.every=2"])) == []
-    hidden, weight, labels = given(torch.float32, 0.0)
+    hidden, weight, labels = case(0.0, torch.float32, TOKENS)
     head = loss.LossHead(torch.nn.Parameter(weight.detach()), 7, "liger")
     with pytest.raises(ValueError, match=r"memory\.loss = 'liger' knows no weight of a token: 'chunked' is accepted"):
         head(hidden, labels, torch.ones(TOKENS))

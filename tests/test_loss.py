@@ -13,12 +13,12 @@ from train.loss import LossHead, loss_sum
 TOKENS, WIDTH, VOCAB = 29, 16, 50
 
 
-def case(ignored=0.0, dtype=torch.float32):
+def case(ignored=0.0, dtype=torch.float32, tokens=TOKENS):
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_()
+    hidden = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(VOCAB, WIDTH, generator=generator).to(dtype).requires_grad_()
-    labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
-    labels[torch.rand(TOKENS, generator=generator) < ignored] = IGNORED
+    labels = torch.randint(VOCAB, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < ignored] = IGNORED
     return hidden, weight, labels
 
 

@@ -24,7 +24,7 @@ class AdamW(torch.optim.AdamW):
     """torch's, of flat parameters, piece by piece: on a CPU torch makes two more tensors of a parameter's size."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             first, second = group["betas"]
             for flat in group["params"]:

@@ -119,7 +119,7 @@ class Step:
     def gathered(self) -> float:
         """What a gather brings to a rank, in blocks of a rank: all, or what others have of a document."""
         others = self.ring - 1
-        return others if self.document is None else min(others, self.document / self.tokens)
+        return others if self.document is None else min(others, self.document / (self.tokens * self.ulysses))
 
 
 class Moment(NamedTuple):

@@ -133,9 +133,9 @@ class Plan:
             elementwise_bytes=every_token,
         )  # fmt: skip
         if "optimizer" in switches.offload:
-            moved, touched = flops.update_bytes(step, clips=self.config.optimizer.clip_norm > 0)
+            linked, touched = flops.update_bytes(step, clips=self.config.optimizer.clip_norm > 0)
             numbers = memory.trained_params(sizes, step) / step.ranks
-            times["update in host memory"] = numbers * (moved / rates.host + touched / rates.host_memory) / 1e9
+            times["update in host memory"] = numbers * (linked / rates.host + touched / rates.host_memory) / 1e9
         return times
 
     def longest(self, step: memory.Step, limits: Limits) -> int:
@@ -290,6 +290,12 @@ def loaded(path: str, overrides: Sequence[str]) -> Config:
         return load(path, [*overrides, "launch.master_address=unknown"])
 
 
+def _cut(tokens: int, document: int) -> list[int]:
+    """Documents of that length and what is left of the tokens."""
+    rest = [tokens % document] if tokens % document else []
+    return [document] * (tokens // document) + rest
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 it fits, 2 refused with one sentence."""
     parser = argparse.ArgumentParser(
@@ -324,9 +330,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-def _cut(tokens: int, document: int) -> list[int]:
-    """Documents of that length and what is left of the tokens."""
-    rest = [tokens % document] if tokens % document else []
-    return [document] * (tokens // document) + rest
