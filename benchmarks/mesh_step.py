@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from meshes import CASES, Case, predicted  # noqa: E402
-from provenance import on_cpu, provenance  # noqa: E402
+from provenance import on_cpu, over, provenance  # noqa: E402
 from spans import Spans  # noqa: E402
 
 from train import loop, world  # noqa: E402
@@ -60,8 +60,8 @@ def go(asked: argparse.Namespace, place: world.Place) -> None:
     if not (asked.tiny or torch.cuda.is_available()):
         raise ValueError("this measures GPUs, and torch sees none; --tiny needs no GPU")
     words = ["--cases", *asked.cases, *(["--tiny"] if asked.tiny else [])]
-    made = (provenance if torch.cuda.is_available() else on_cpu)("mesh_step.py", words, asked.commit)
-    made["command"] = made["command"].replace("python", f"torchrun --nproc-per-node {place.size}", 1)
+    shown = provenance if torch.cuda.is_available() else on_cpu
+    made = over(place.size, shown("mesh_step.py", words, asked.commit))
     cases = {name: CASES[name].small() if asked.tiny else CASES[name] for name in asked.cases}
     configs = {name: case.config(place.size, tiny=asked.tiny) for name, case in cases.items()}
     with world.start(next(iter(configs.values())), place) as first:

@@ -42,6 +42,13 @@ def on_cpu(script: str, words: Sequence[str], commit: str | None = None) -> dict
     }
 
 
+def over(ranks: int, made: dict) -> dict:
+    """What `provenance` or `on_cpu` says, of a script that torchrun started on so many ranks of one host."""
+    started = made["command"].replace("python", f"torchrun --nproc-per-node {ranks}", 1)
+    several = {"hardware": f"{ranks} x {made['hardware']}"} if "cudnn" in made and ranks > 1 else {}
+    return made | {"command": started} | several
+
+
 def processor() -> str:
     """How many cores of what."""
     info = Path("/proc/cpuinfo")

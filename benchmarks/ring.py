@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zigzag as rivals
 from profiling import Profile
-from provenance import ROOT, on_cpu, provenance
+from provenance import ROOT, on_cpu, over, provenance
 
 import ringflash
 from ringflash import exchange
@@ -228,7 +228,7 @@ def main(words: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(device)
     os.environ.setdefault(exchange.PRIORITY, "1")  # for all of them
     dist.init_process_group("gloo" if asked.tiny else "nccl")
-    shown = (on_cpu if asked.tiny else provenance)("ring.py", sys.argv[1:], asked.commit)
+    shown = over(dist.get_world_size(), (on_cpu if asked.tiny else provenance)("ring.py", sys.argv[1:], asked.commit))
     for length in asked.lengths or ((256,) if asked.tiny else LENGTHS):
         for heads in asked.heads:
             for row in rows_of(Case(length, *map(int, heads.split(":"))), device, asked.contenders, asked.profile):

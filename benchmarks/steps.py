@@ -191,7 +191,7 @@ def against(path: Path) -> list[list[str]]:
     for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         asked = parsed(shlex.split(row["command"])[2:])
         asked.force = True
-        now = as_it_was(row, asked, predicted(asked, None))
+        now = predicted(asked, None)
         settled = row["seconds"] - first_call(row)
         pairs = [
             (row["peak_allocated_bytes"] / 1e9, now["predicted_peak_bytes"] / 1e9),
@@ -212,24 +212,6 @@ def host_of(asked: argparse.Namespace, said: int) -> float:
     if memory.LAID_OUT in memory.host(run.sizes, run.step()):
         return max(base, START_BYTES + said)
     return base + (1 + (asked.warm or 0) / (asked.length // asked.ring)) * said  # the step before keeps its own
-
-
-def as_it_was(row: dict[str, Any], asked: argparse.Namespace, now: dict[str, Any]) -> dict[str, Any]:
-    """The same prediction for a row of the offloaded optimizer's first form, at ZeRO 2, told by a key that it lacks.
-
-    fp32 gradients of the whole partition on the GPU; two tensors of its size made by the update, and 44 bytes more of
-    each number read and written; idle buffers for the largest parameter on either side.
-    """
-    if "optimizer" not in asked.offload or "update_numel" in row:
-        return now
-    run = planned(asked)
-    numbers, head = memory.trained_params(run.sizes, run.step()), run.sizes.head_params * run.step().number_bytes
-    more = {
-        "predicted_peak_bytes": memory.FLOAT * numbers + head,
-        "predicted_host_bytes": 2 * memory.FLOAT * numbers + head,
-        "predicted_seconds": 44 * numbers / flops.RATES["H200"].host_memory / 1e9,
-    }
-    return now | {key: now[key] + value for key, value in more.items()}
 
 
 def switches(memory: dict[str, Any]) -> str:

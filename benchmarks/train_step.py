@@ -41,7 +41,6 @@ import ringflash  # noqa: E402
 from train import flops, model, world  # noqa: E402
 from train.config import Config, check_packages  # noqa: E402
 from train.engine import Engine, cutter  # noqa: E402
-from train.host_update import UPDATE_NUMEL  # noqa: E402
 from train.loss import check_device  # noqa: E402
 
 
@@ -145,8 +144,6 @@ def measure(
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "ready_s": ready,
     }
-    if "optimizer" in asked.offload:
-        row["update_numel"] = UPDATE_NUMEL
     if share:
         row |= whole_ring(asked, config, row, share.transport.num_bytes - before)
     if profile is not None:

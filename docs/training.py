@@ -34,7 +34,7 @@ LONGEST = [
 LARGEST = "python benchmarks/train_step.py --largest --switches NAME --window 4096 --device-gb 150.1 --host-gb 137"
 """For each set of switches; 150.1 and 137 are an H200's and its machine's."""
 
-KEYS = "shape", "layers", "length", "window", "optimizer"
+KEYS = "shape", "layers", "length", "window", "optimizer", "zero"
 """What rows have in common whose switches are compared."""
 
 TURNED: list[Row] = [
@@ -50,8 +50,8 @@ TURNED: list[Row] = [
 ]
 """What of [memory] the table of switches turns, beside what is usual."""
 
-AWAY: Row = {"offload": ["optimizer"]}
-"""What needs an optimizer, so it has a table of its own."""
+AWAY: list[Row] = [{"offload": ["optimizer"]}]
+"""The same where there is an optimizer, at ZeRO 2."""
 
 
 def all_steps(rows: list[Row]) -> list[list[str]]:
@@ -75,7 +75,7 @@ def asked_of(row: Row, memory: Row | None = None) -> Any:
     return asked
 
 
-def switched(rows: list[Row]) -> tuple[Row, list[list[str]]] | None:
+def switched(rows: list[Row], turns: list[Row] = TURNED) -> tuple[Row, list[list[str]]] | None:
     """(the row that all is compared with, the lines): each switch against none, predicted and, where there is a row,
     measured; None without rows of switches."""
     plain = next((row for row in rows if not (steps.switches(row["memory"]) or row["window"])), None)
@@ -83,7 +83,7 @@ def switched(rows: list[Row]) -> tuple[Row, list[list[str]]] | None:
         return None
     same = [row for row in rows if all(row[key] == plain[key] for key in KEYS)]
     lines = []
-    for turned in TURNED:
+    for turned in turns:
         memory = steps.USUAL | turned
         measured = next((row for row in same if steps.USUAL | row["memory"] == memory), None)
         before, after = (numbers(steps.predicted(asked_of(plain, one), None)) for one in (steps.USUAL, memory))
@@ -96,26 +96,8 @@ def switched(rows: list[Row]) -> tuple[Row, list[list[str]]] | None:
 
 
 def away(rows: list[Row]) -> tuple[Row, list[list[str]]] | None:
-    """(the row with the optimizer on the GPU, at ZeRO 1, lines): what ZeRO 2 with it in host memory saves and costs.
-
-    First as it is, then as it was where rows were measured, their own prediction beside them.
-    """
-    plain = next((row for row in rows if row["optimizer"] == "adamw" and row["zero"] == 1), None)
-    if plain is None:
-        return None
-    asked = asked_of(plain, steps.USUAL | AWAY)
-    asked.zero = 2
-    before, now = numbers(steps.predicted(asked_of(plain), None)), steps.predicted(asked, None)
-    forms = [("as it is", numbers(now), None)]
-    for row in rows:
-        if all(row[key] == plain[key] for key in KEYS) and steps.USUAL | row["memory"] == steps.USUAL | AWAY:
-            then = numbers(steps.as_it_was(row, asked, now))
-            forms.append((f"at {row['commit']}", then, differences(of_row(plain), of_row(row))))
-    lines = []
-    for name, said, got in forms:
-        pairs = zip(differences(before, said), got or [None] * 3, strict=True)
-        lines.append([name, *("" if cell is None else f"{cell:z.2f}" for pair in pairs for cell in pair)])
-    return plain, lines
+    """The same of an optimizer in host memory, at ZeRO 2."""
+    return switched([row for row in rows if row["optimizer"] == "adamw" and row["zero"] == 2], AWAY)
 
 
 def windows(rows: list[Row]) -> Iterator[tuple[Row, Row]]:

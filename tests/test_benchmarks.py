@@ -582,21 +582,6 @@ def test_a_window_leaves_the_peak_as_it_was_measured_without_one():
     assert steps.shape_of(within) == "llama3-8b, window 4,096"
 
 
-def test_a_row_of_the_offloaded_optimizer_says_which_form_it_is_of():
-    """4 bytes a number more on the GPU, 8 in host memory, 44 touched; buffers for the head on both sides."""
-    (row,) = (row for row in rows_of("train_step") if "optimizer" in row["memory"]["offload"])
-    asked = steps.parsed(row["command"].split()[2:])
-    now = steps.predicted(asked, None)
-    then = steps.as_it_was(row, asked, now)
-    layer = 2 * 4096 * 5120 + 3 * 4096 * 14336
-    head, numbers = 2 * 128256 * 4096, 4 * layer + 2 * 128256 * 4096
-    assert then["predicted_peak_bytes"] - now["predicted_peak_bytes"] == 4 * numbers + head
-    assert then["predicted_host_bytes"] - now["predicted_host_bytes"] == 8 * numbers + head
-    assert then["predicted_seconds"] - now["predicted_seconds"] == pytest.approx(44 * numbers / 57e9)
-    assert steps.as_it_was(row | {"update_numel": 2**20}, asked, now) == now
-    assert steps.shape_of(row) == "llama3-8b, AdamW, ZeRO 2"
-
-
 def test_a_first_call_that_compiles_is_told_apart():
     row = {"calls_s": {"attention_forward": [2.0, 1.5, 1.7], "attention_backward": [3.0], "loss_forward": [9.0, 1.0]}}
     assert steps.first_call(row) == pytest.approx(0.4) and steps.first_call({}) == 0

@@ -171,7 +171,7 @@ class Rates:
 RATES = {
     "H200": Rates(
         attention={128: Speed(663, 531), 64: Speed(531, 471), 256: Speed(722, 225)},
-        matmul=695, memory=2560, host=55, host_memory=57,
+        matmul=695, memory=2560, host=55, host_memory=35,
     )
 }  # fmt: skip
 """Part of a card's name -> its rates, in bf16 (docs/decisions.md says how each was found).
@@ -179,7 +179,7 @@ RATES = {
 D = 128, products and memory: inside steps of 131,072 tokens of Llama-3-8B's shape, by events and profile, at commit
 ea4eefd; the rows in docs/results.md are newer. There attention is 7% slower than alone, where the card is cool.
 D = 64 and 256: alone, causal, 64k tokens (docs/results.md).
-host_memory: of 16 cores, from an update of 1.9e9 numbers that took 78 bytes of each, 2.64 s, at commit b08315a.
+host_memory: of 16 cores, from an offloaded update of 1.9e9 numbers in pieces of 2^20, at commit 0c623ac.
 """
 
 
