@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from ringflash import LAYOUTS, exchange, mask, ring, routes
+from ringflash.kernels import KERNELS, Kernel
+from ringflash.kernels.choice import choose
 from ringflash.layouts.documents import Documents
 
 
@@ -63,10 +65,12 @@ class Share:
     share = Share(8, 4, [2**20, 2**17], None)
     with share.taken(): ...         # a model of 2**17 or 2**14 tokens
 
-    lengths: of whole sequences
+    lengths: of whole sequences; kernel: as `ringflash.attention` takes it
     """
 
-    def __init__(self, size: int, rank: int, lengths: Sequence[int], window: int | None) -> None:
+    def __init__(
+        self, size: int, rank: int, lengths: Sequence[int], window: int | None, kernel: str = "auto"
+    ) -> None:  # fmt: skip
         if not 0 <= rank < size:
             raise ValueError(f"--ring-rank {rank} must be one of 0 to {size - 1}")
         self._plans: dict[int, routes.Plan] = {}
@@ -77,19 +81,25 @@ class Share:
             segments = LAYOUTS["zigzag"].segments(length, size, 1, Documents(np.array([0, length]), True))
             self._plans[length // size] = routes.Plan(segments, rank, lo, hi)
         self.transport = Arriving(rank, size)
+        if kernel not in ("auto", *KERNELS):
+            raise ValueError(f"--ring-kernel {kernel} must be auto or one of {', '.join(KERNELS)}")
+        self._kernel = kernel
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Inside, the ring's loop walks this rank's route instead of that of one device."""
         forward, backward, plans, transport = ring.forward, ring.backward, self._plans, self.transport
 
+        def chosen(q: Any, k: Any) -> Kernel:
+            return KERNELS[choose(self._kernel, q, k, False, transport.size).kernel]
+
         def go(q: Any, k: Any, v: Any, *route: Any, **given: Any) -> Any:
-            return forward(q, k, v, plans[q.shape[1]].forward, transport, route[2], **given)
+            return forward(q, k, v, plans[q.shape[1]].forward, transport, chosen(q, k), **given)
 
         def back(dout: Any, q: Any, k: Any, *rest: Any, **given: Any) -> Any:
-            *tensors, _, _, kernel = rest
+            *tensors, _, _, _ = rest
             route = plans[q.shape[1]].backward(routes.sizes_of(q, k, torch.float32), "keys")
-            return backward(dout, q, k, *tensors, route, transport, kernel, **given)
+            return backward(dout, q, k, *tensors, route, transport, chosen(q, k), **given)
 
         with patch.multiple(ring, forward=go, backward=back):
             yield

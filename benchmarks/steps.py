@@ -133,6 +133,7 @@ def parsed(words: list[str], about: str | None = None) -> argparse.Namespace:
     parser.add_argument("--window", type=int, help="keys that a query sees, left out: all before it")
     parser.add_argument("--ring", type=int, default=1, metavar="P", help="take one rank's part of a ring of P alone")
     parser.add_argument("--ring-rank", type=int, default=0, metavar="R", help="which one; its blocks are here")
+    parser.add_argument("--ring-kernel", default="auto", metavar="NAME", help="of that part's hops")
     parser.add_argument("--link-gb-per-s", type=float, default=450.0, help="10^9 bytes a second that reach a rank")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--zero", type=int, choices=range(4), default=1, help="ZeRO stage, with an optimizer")

@@ -164,7 +164,7 @@ def whole_ring(asked: argparse.Namespace, config: Config, row: dict[str, Any], r
     bytes_of_all = received * every / layers
     none_hidden = hidden + bytes_of_all / (asked.link_gb_per_s * 1e9)
     return {
-        "received_bytes": received, "layers_of_ring": every, "link_gb_per_s": asked.link_gb_per_s,
+        "ring_kernel": asked.ring_kernel, "received_bytes": received, "layers_of_ring": every, "link_gb_per_s": asked.link_gb_per_s,
         "ring_seconds_all_hidden": round(hidden, 2), "ring_seconds_none_hidden": round(none_hidden, 2),
     }  # fmt: skip
 
@@ -221,7 +221,7 @@ def run(asked: argparse.Namespace, words: list[str]) -> None:
                 f"--ring {asked.ring} is one rank alone, without --optimizer {asked.optimizer}: leave it out"
             )
         warm = [asked.warm * asked.ring] if asked.warm else []
-        share = Share(asked.ring, asked.ring_rank, [asked.length, *warm], asked.window)
+        share = Share(asked.ring, asked.ring_rank, [asked.length, *warm], asked.window, asked.ring_kernel)
     room = device_bytes_of(asked)
     if room is None and torch.cuda.is_available():
         world.grow_segments()  # before the first allocation

@@ -463,9 +463,9 @@ def share() -> str:
     rows = [row for row in rows_of("train_step") if row.get("ring", 1) > 1]
     if not rows:
         return unmeasured("python benchmarks/train_step.py --ring 8 --ring-rank 4")
-    row = rows[-1]
-    about = f"{row['shape']}, {row['length']:,} tokens over {row['ring']} ranks, rank of the row alone on one GPU:\n\n"
-    return about + table(training.SHARE, training.share(row)) + f"\n{source(row)}\n"
+    row = rows[0]
+    about = f"{row['shape']}, {row['length']:,} tokens over {row['ring']} ranks, one rank alone on one GPU:\n\n"
+    return about + table(*training.share(rows)) + f"\n{sources(rows)}\n"
 
 
 def data_wait() -> str:

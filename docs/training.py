@@ -23,7 +23,6 @@ STEPS = ["shape", "layers", "tokens", "[memory]", "seconds", "tokens/s", "causal
 SWITCHES = ["saves on the GPU, GB", "measured", "takes of host memory, GB", "measured", "costs, s",
             "measured"]  # fmt: skip
 PARTS = ["part", "seconds", "share of the step", "TFLOP/s"]
-SHARE = ["what", "seconds"]
 PUBLISHED_S = 380
 """Qwen3-8B, 1,048,576 tokens, 8 H100, PyTorch's context parallel with cuDNN: the best public figure that we know."""
 
@@ -189,15 +188,21 @@ def ceilings(row: Row) -> tuple[float, float, float]:
     return tuple(rate / steps.PEAK for rate in (attention, dense, sum(steps.model_flops(whole)) / seconds))
 
 
-def share(row: Row) -> list[list[str]]:
-    """One rank of a ring beside the published step: its seconds, and what they say of all layers."""
-    attention = row["attention_forward_s"] + row["attention_backward_s"]
-    rate = sum(steps.attention_flops(steps.planned(asked_of(row)))) / attention / 1e12
-    return [
-        [f"{row['layers']} layers and the loss", f"{row['seconds']:.1f}"],
-        [f"all {row['layers_of_ring']} layers, messages hidden", f"{row['ring_seconds_all_hidden']:.0f}"],
-        [f"the same, no message hidden, links of {row['link_gb_per_s']:.0f} GB/s",
-         f"{row['ring_seconds_none_hidden']:.0f}"],
-        ["attention, forward and backward", f"{rate:.0f} TFLOP/s"],
-        ["published, 8 H100", str(PUBLISHED_S)],
-    ]  # fmt: skip
+def share(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """(head, lines): one rank of a ring beside the published step; seconds, and what they say of all layers."""
+    cells = []
+    for row in rows:
+        attention = row["attention_forward_s"] + row["attention_backward_s"]
+        rate = sum(steps.attention_flops(steps.planned(asked_of(row)))) / attention / 1e12
+        hidden, none_hidden = row["ring_seconds_all_hidden"], row["ring_seconds_none_hidden"]
+        cells.append([f"{row['seconds']:.1f}", f"{hidden:.0f}", f"{none_hidden:.0f}", f"{rate:.0f} TFLOP/s"])
+    row = rows[0]
+    names = [
+        f"{row['layers']} layers and the loss",
+        f"all {row['layers_of_ring']} layers, messages hidden",
+        f"the same, no message hidden, links of {row['link_gb_per_s']:.0f} GB/s",
+        "attention, forward and backward",
+    ]
+    head = ["seconds", *(f"`{row.get('ring_kernel', 'auto')}`" for row in rows)]
+    lines = [[name, *column] for name, column in zip(names, zip(*cells, strict=True), strict=True)]
+    return head, [*lines, ["published, 8 H100", str(PUBLISHED_S), *[""] * (len(rows) - 1)]]

@@ -466,6 +466,7 @@ def test_a_share_warms_up_on_hops_of_the_ring():
     [
         ("--ring 2 --warm 3", "--length 6 must divide by 4, twice --ring (--warm by 2)"),
         ("--ring 2 --ring-rank 2", "--ring-rank 2 must be one of 0 to 1"),
+        ("--ring 2 --ring-kernel cuda", "--ring-kernel cuda must be auto or one of eager"),
         ("--ring 3", "--length 64 must divide by 6, twice --ring"),
         ("--ring 2 --optimizer sgd", "--ring 2 is one rank alone, without --optimizer sgd: leave it out"),
         ("--loss liger --loss-chunk 5", "--loss-chunk 5 is of --loss chunked: leave it out"),
