@@ -164,7 +164,8 @@ def whole_ring(asked: argparse.Namespace, config: Config, row: dict[str, Any], r
     bytes_of_all = received * every / layers
     none_hidden = hidden + bytes_of_all / (asked.link_gb_per_s * 1e9)
     return {
-        "ring_kernel": asked.ring_kernel, "received_bytes": received, "layers_of_ring": every, "link_gb_per_s": asked.link_gb_per_s,
+        "ring_kernel": asked.ring_kernel, "received_bytes": received, "layers_of_ring": every,
+        "link_gb_per_s": asked.link_gb_per_s,
         "ring_seconds_all_hidden": round(hidden, 2), "ring_seconds_none_hidden": round(none_hidden, 2),
     }  # fmt: skip
 

@@ -144,3 +144,22 @@ def test_a_hundred_repeats(kernel, deterministic, record_property):
         worst = max(worst, off(again["dq"], wanted["dq"]))
     record_property("dq_error", {"first": bound / 2, "worst of 100": worst})
     assert worst <= bound
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_a_dq_that_is_summed_some_heads_at_a_time_is_that_of_all(monkeypatch, width, heads):
+    """dk and dv are the same bits, dq within its rounding, and the sums take no more memory than they may."""
+    launch = pytest.importorskip("ringflash.kernels.gluon.launch")
+    length, batch = 1500, 3
+    tensors = [draw(batch, length, heads[i % 3 > 0], width, dtype=torch.bfloat16, seed=i) for i in range(4)]
+    masks = {"cu_seqlens": [0, 700, 1400]}
+    whole = of_call(*tensors, kernel="gluon", deterministic=False, **masks)
+    wanted = want(*tensors, None, **masks)
+    head_bytes = 4 * length * heads[0] // heads[1] * width
+    for at_once in (1, 2, 4):
+        monkeypatch.setattr(launch, "SUM_BYTES", at_once * head_bytes)
+        parts = of_call(*tensors, kernel="gluon", deterministic=False, **masks)
+        assert all(torch.equal(parts[name], whole[name]) for name in ("out", "lse", "dk", "dv"))
+        assert off(parts["dq"], wanted["dq"]) <= 2 * off(whole["dq"], wanted["dq"])
+        assert not parts["dq"][:, 1400:].any()

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from ringflash.kernels import gluon, triton
+from ringflash.kernels import eager, gluon, triton
 from ringflash.kernels.gluon import jobs, launch, turns
 from ringflash.mask import View, intervals
 
@@ -204,3 +204,36 @@ def test_more_steps_than_the_bits_hold_are_not_all_passed_over():
     view = View(*intervals(40000, 40000, causal=True), whole, whole)
     last = jobs.jobs_by_query(view, view.tiles(192, 128), 128, 3)[0]
     assert last[2] == 64 + (127 << 16) + (127 << 23) and last[6] - last[3] == 313
+
+
+def by_key_tile(kernel, dout, q, k, v, lse, delta, view, grads, dq, *, scale, adds):
+    """What the kernel does, by the plain one."""
+    assert kernel == "fused" and dq.dtype == torch.float32
+    eager.backward(dout, q, k, v, lse, delta, view, dq, *grads, scale=scale, deterministic=False, adds=adds)
+
+
+@pytest.mark.parametrize(("batch", "heads", "groups"), [(1, 4, 2), (3, 4, 2), (2, 6, 6), (2, 3, 1), (4, 5, 5)])
+@pytest.mark.parametrize("at_once", [1, 2, 3, 5, 10, 100])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_long_dq_is_summed_some_heads_at_a_time(monkeypatch, batch, heads, groups, at_once, adds):
+    """All are written once, whatever stood there, and no more than SUM_BYTES lie beside it, or one head."""
+    head_bytes = 4 * 90 * (heads // groups) * 64
+    monkeypatch.setattr(launch, "SUM_BYTES", at_once * head_bytes)
+    monkeypatch.setattr(launch, "_by_key_tile", by_key_tile)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    q, dout = (draw(batch, 90, heads, 64).bfloat16() for _ in "12")
+    k, v = (draw(batch, 90, groups, 64).bfloat16() for _ in "12")
+    lse, delta = (draw(batch, heads, 90) for _ in "12")
+    whole = np.array([[0, 90]])
+    view = View(*intervals(90, 90, causal=True), whole, whole)
+    dk, dv = (draw(batch, 90, groups, 64) for _ in "12")
+    want = torch.zeros(q.shape), dk.clone(), dv.clone()
+    eager.backward(dout, q, k, v, lse, delta, view, *want, scale=0.1, deterministic=False, adds=adds)
+    dq = torch.full_like(q, torch.nan)
+    launch.all_gradients(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=0.1, adds=adds)
+    assert torch.equal(dq, want[0].to(dq.dtype)) and torch.equal(dk, want[1]) and torch.equal(dv, want[2])
+    made = list(launch.parts(batch, groups, head_bytes))
+    sizes = [(e.stop - e.start) * (g.stop - g.start) for e, g in made]
+    assert sum(sizes) == batch * groups and max(sizes) <= at_once
+    assert all(e.stop - e.start == 1 or g == slice(0, groups) for e, g in made)

@@ -48,12 +48,27 @@ def test_a_million_tokens_of_8b_by_hand():
     half = memory.host(sizes, step(memory={"offload": ["activations"], "checkpoint_every": 3}))
     assert half == {"hidden states": 11 * states}
     work = memory.attention_backward(sizes, moved)
-    # x, and the normalised x; q, k, v; out; gradients: of the residual, of out and q, of k and v; delta and two more
-    assert sum(work.values()) == states * (2 + 1.5 + 1 + 1 + 2 + 0.5 + 2) + lse * (1 + 3)
+    # x, and the normalised x; q, k, v; out; gradients: of the residual, of out and q, of k and v, and the sums of four
+    # heads of dq, which share keys; delta and two more
+    assert sum(work.values()) == states * (2 + 1.5 + 1 + 1 + 2 + 0.5 + 0.25) + lse * (1 + 3)
     untiled = memory.graph(sizes, step())
     assert untiled["MLP"] == 4 * 2 * 14336 and untiled["norms"] == 2 * (6 * 4096 + 4)
     assert memory.kept(sizes, moved, 32) == {"hidden states": states, "attention's results": states + lse}
     assert memory.kept(sizes, step(memory={"checkpoint": "full"}), 32) == {"hidden states": 31 * states}
+
+
+@pytest.mark.parametrize(("tokens", "ulysses"), [(2**15, 1), (2**17, 1), (300_000, 2), (2**20, 1), (2**18, 16)])
+@pytest.mark.parametrize("groups", [8, 32, 1])
+def test_sums_of_dq_are_those_that_a_launch_makes(tokens, ulysses, groups):
+    launch = pytest.importorskip("ringflash.kernels.gluon.launch")
+    sizes = memory.sizes_of(SimpleNamespace(**vars(LLAMA_8B) | {"num_key_value_heads": groups}))
+    planned = memory.query_sums(sizes, step(tokens=tokens, ulysses=ulysses)) * tokens
+    mine = max(1, groups // ulysses)  # those of a rank that has all tokens and some heads
+    head_bytes = 4 * tokens * ulysses * 32 // ulysses // mine * 128
+    made = max(part.stop - part.start for _, part in launch.parts(1, mine, head_bytes)) * head_bytes
+    assert planned == pytest.approx(made, rel=1e-5)
+    assert memory.query_sums(sizes, step(tokens=tokens, number_bytes=4)) == 0
+    assert memory.query_sums(sizes, step(tokens=tokens, ring=2)) == 4 * 4096
 
 
 @pytest.mark.parametrize("transit", [torch.float32, torch.bfloat16], ids=str)

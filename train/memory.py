@@ -22,6 +22,8 @@ UPDATE_NUMEL = 1 << 20
 """Numbers that are updated at a time in host memory; the same as `host_update.UPDATE_NUMEL`."""
 GROUP_NUMEL = 10**9
 """Numbers that DeepSpeed updates at a time at ZeRO 3."""
+SUM_BYTES = 2**30
+"""Of dq in fp32 beside dq, where a head takes no more; the same as `kernels.gluon.launch.SUM_BYTES`."""
 LAID_OUT = "weights as they are laid out"
 """What of host memory a process takes at its start alone."""
 
@@ -350,13 +352,25 @@ def attention_kernel(sizes: Sizes, step: Step) -> Parts:
     """Bytes a token inside attention's backward, beside what the graph keeps: in the loop of the ring or behind it."""
     b = step.number_bytes
     queries, keys = sizes.query_width * b, sizes.key_width * b * max(1, step.ulysses // sizes.kv_heads)
-    sums = FLOAT * sizes.query_width if b < FLOAT or step.ring > 1 else 0
-    parts = {"gradients of attention": 2 * queries + 2 * keys + 12 * sizes.heads, "sum of dq in fp32": sums}
+    parts = {
+        "gradients of attention": 2 * queries + 2 * keys + 12 * sizes.heads,
+        "sum of dq in fp32": query_sums(sizes, step),
+    }
     if step.ring > 1:
         parts["buffers of the ring"] = buffers_of_ring(step, 2 * keys, 2 * keys // b * FLOAT, queries + 2 * keys)
     if step.ulysses > 1:
         parts["q, k, v, dout of some heads"] = 2 * queries + 2 * keys
     return parts
+
+
+def query_sums(sizes: Sizes, step: Step) -> int:
+    """Bytes a token of dq in fp32 beside dq itself: in a ring of all heads, on one device of those of one launch."""
+    sums = FLOAT * sizes.query_width
+    if step.ring > 1:
+        return sums
+    groups = max(1, sizes.kv_heads // step.ulysses)
+    of_group = sums * step.tokens // groups
+    return 0 if step.number_bytes == FLOAT else sums * min(groups, max(1, SUM_BYTES // of_group)) // groups
 
 
 BUFFERS: dict[str, Callable[[Step], tuple[float, float, float]]] = {

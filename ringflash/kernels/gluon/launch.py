@@ -6,6 +6,7 @@ Imports triton, so only `kernels.gluon`'s functions import it, when they are cal
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from .tiling import TILINGS, Tiling, columns
 from .turns import turns
 
 GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+SUM_BYTES = 2**30  # of a dq in fp32 that lies beside dq; so much is work enough for a launch
 MAX_NUMBERS = 2**31 - 1  # two a row, of all heads together: the backward's TMA finds them by one 32-bit coordinate
 
 # kernel -> its form whose programs stay, and the tiles that a program visits on average below which it is taken
@@ -218,11 +220,39 @@ def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float
 
 
 def all_gradients(dout, q, k, v, lse, delta, view: View, dq, dk, dv, *, scale: float, adds: bool) -> None:
-    """Launch `fused_kernel.all_gradients`: as `key_gradients`, and dq is summed up in fp32 in an order that varies."""
-    total = dq if dq.dtype == torch.float32 else torch.zeros_like(dq, dtype=torch.float32)
-    _by_key_tile("fused", dout, q, k, v, lse, delta, view, (dk, dv), total, scale=scale, adds=adds)
-    if total is not dq:
-        dq.copy_(total)
+    """Launch `fused_kernel.all_gradients`: as `key_gradients`, and dq is summed up in fp32 in an order that varies.
+
+    A dq that is no fp32 is written: its sums stand beside it, where it is long those of a few heads at a time.
+    """
+    if dq.dtype == torch.float32:
+        _by_key_tile("fused", dout, q, k, v, lse, delta, view, (dk, dv), dq, scale=scale, adds=adds)
+        return
+    batch, num_rows, num_heads, width = q.shape
+    group, sums = num_heads // k.shape[2], None
+    for entries, groups in parts(batch, k.shape[2], 4 * num_rows * group * width):
+        heads = slice(groups.start * group, groups.stop * group)
+        mine = dq[entries, :, heads]
+        if sums is None:
+            sums = torch.empty(mine.shape, dtype=torch.float32, device=dq.device)
+        total = sums[: mine.shape[0], :, : mine.shape[2]].zero_()
+        some_k, some_v, *grads = (x[entries, :, groups] for x in (k, v, dk, dv))
+        _by_key_tile(
+            "fused", dout[entries, :, heads], q[entries, :, heads], some_k, some_v, lse[entries, heads],
+            delta[entries, heads], view, tuple(grads), total, scale=scale, adds=adds,
+        )  # fmt: skip
+        mine.copy_(total)
+
+
+def parts(batch: int, groups: int, head_bytes: int) -> Iterator[tuple[slice, slice]]:
+    """(batch entries, key/value heads) of each launch: as many as have SUM_BYTES of sums together, or one head.
+
+    head_bytes: of the sums of one key/value head in one batch entry
+    """
+    heads = min(groups, max(1, SUM_BYTES // head_bytes))
+    entries = max(1, SUM_BYTES // (groups * head_bytes))
+    for entry in range(0, batch, entries):
+        for head in range(0, groups, heads):
+            yield slice(entry, min(entry + entries, batch)), slice(head, min(head + heads, groups))
 
 
 def _by_key_tile(
