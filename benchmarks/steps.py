@@ -222,7 +222,9 @@ def switches(memory: dict[str, Any]) -> str:
 
 def shape_of(row: dict[str, Any]) -> str:
     """Of what model and how much of it, with which window, and which optimizer."""
+    kernel = row.get("ring_kernel", "auto")
     share = "" if row.get("ring", 1) == 1 else f", one of {row['ring']} ranks"
+    share += "" if kernel == "auto" else f", {kernel}"
     name = {"adamw": "AdamW", "sgd": "SGD"}.get(row.get("optimizer", "none"))
     optimizer = f", {name}, ZeRO {row['zero']}" if name else ""
     return row["shape"] + share + (f", window {row['window']:,}" if row["window"] else "") + optimizer

@@ -40,7 +40,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def gpu() -> str:
     """Largest errors of the triton kernel on a GPU, by dtype."""
-    result = load("gpu_tests")
+    result, newer = load("gpu_tests"), load("gpu_gluon")
     worst: dict[str, dict[str, float]] = {}
     for test in result["tests"]:
         dtype = re.search(r"torch\.(float32|bfloat16|float16)\]", test["test"])
@@ -61,7 +61,8 @@ def gpu() -> str:
         "against the fp64 reference, relative to the largest value, over all masks and head dimensions:\n\n"
         + table(["", *names], rows)
         + f"\nRms error of a ring of 8 over that of one rank, bf16, largest of 3 seeds: {grown}.\n"
-        + f"{source(result)}\n"
+        + f"{source(result)}\n\n"
+        + f"The Gluon kernels since: {newer['passed']} tests passed, {newer['failed']} failed. {source(newer)}\n"
     )
 
 
@@ -447,14 +448,17 @@ def million_steps() -> str:
     if row is None or not ranks:
         return unmeasured("python benchmarks/train_step.py")
     device, host = (row[name] / 1e9 for name in ("peak_allocated_bytes", "host_peak_bytes"))
-    rank = ranks[-1]
+    rank, tried = ranks[0], [row for row in rows_of("largest") if "tried" not in row]
+    whole = max(tried, key=lambda row: row["length"])
     return (
         f"One H200 trains {row['layers']} layers of {row['shape']} on {row['length']:,} tokens with full causal "
         f"attention in {row['seconds']:.0f} s a step, {row['mfu_causal']:.1%} causal MFU, with {device:.0f} GB of its "
-        f"memory and {host:.0f} GB of the host's.\nOne rank's part of a ring of {rank['ring']} on "
+        f"memory and {host:.0f} GB of the host's.\nAll {whole['layers']} layers have made a step of {whole['length']:,} "
+        f"tokens (window {whole['window']:,}, no optimizer) with {whole['host_peak_bytes'] / 1e9:.0f} GB of host memory."
+        f"\nOne rank's part of a ring of {rank['ring']} on "
         f"{rank['length']:,} tokens, alone on one GPU, makes {rank['ring_seconds_all_hidden']:.0f} s a step of "
         f"{rank['shape']}, no message counted;\nthe published step of 8 H100 takes "
-        f"{training.PUBLISHED_S} s.\n\n{sources([row, rank])}\n"
+        f"{training.PUBLISHED_S} s.\n\n{sources([row, whole, rank])}\n"
     )
 
 
