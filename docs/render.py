@@ -453,9 +453,9 @@ def million_steps() -> str:
     return (
         f"One H200 trains {row['layers']} layers of {row['shape']} on {row['length']:,} tokens with full causal "
         f"attention in {row['seconds']:.0f} s a step, {row['mfu_causal']:.1%} causal MFU, with {device:.0f} GB of its "
-        f"memory and {host:.0f} GB of the host's.\nAll {whole['layers']} layers have made a step of {whole['length']:,} "
-        f"tokens (window {whole['window']:,}, no optimizer) with {whole['host_peak_bytes'] / 1e9:.0f} GB of host memory."
-        f"\nOne rank's part of a ring of {rank['ring']} on "
+        f"memory and {host:.0f} GB of the host's.\nAll {whole['layers']} layers have made a step of "
+        f"{whole['length']:,} tokens (window {whole['window']:,}, no optimizer) with "
+        f"{whole['host_peak_bytes'] / 1e9:.0f} GB of host memory.\nOne rank's part of a ring of {rank['ring']} on "
         f"{rank['length']:,} tokens, alone on one GPU, makes {rank['ring_seconds_all_hidden']:.0f} s a step of "
         f"{rank['shape']}, no message counted;\nthe published step of 8 H100 takes "
         f"{training.PUBLISHED_S} s.\n\n{sources([row, whole, rank])}\n"
