@@ -54,7 +54,7 @@ MIN_CALLS = 2
 
 
 class Case(NamedTuple):
-    """One rank of one ring. mask: causal, or documents packed, causal too."""
+    """One rank of one ring. mask: causal, or documents packed, causal too; rotate: what travels in the backward."""
 
     ranks: int
     local: int
@@ -63,6 +63,7 @@ class Case(NamedTuple):
     heads: int = 16
     head_dim: int = 128
     arrangement: str = "ring"
+    rotate: str = "auto"
 
     @property
     def rank(self) -> int:
@@ -76,7 +77,8 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         heads, layout = f"{self.heads}:{self.kv_heads}", LAYOUT_OF[self.mask]
         way = "" if self.arrangement == "ring" else f" {self.arrangement}"
-        return f"P={self.ranks} L={self.local} {heads} heads {self.mask} {layout}{way}"
+        what = "" if self.rotate == "auto" else f" {self.rotate}"
+        return f"P={self.ranks} L={self.local} {heads} heads {self.mask} {layout}{way}{what}"
 
 
 def sweep() -> list[Case]:
@@ -99,7 +101,7 @@ class OneLaunch(NamedTuple):
 
     forward: trips.Route
 
-    def backward(self, sizes: routes.Sizes) -> trips.Route:
+    def backward(self, sizes: routes.Sizes, rotate: str) -> trips.Route:
         """The same: nothing travels."""
         return self.forward
 
@@ -203,7 +205,7 @@ class Loop:
             torch.randn(shape, generator=generator, device=watch.device, dtype=torch.bfloat16) for shape in shapes
         )
         self.route, self.scale = plan.forward, case.head_dim**-0.5
-        self.way_back = plan.backward(routes.sizes_of(self.q, self.k, torch.float32))
+        self.way_back = plan.backward(routes.sizes_of(self.q, self.k, torch.float32), case.rotate)
         self.present = Present(case.rank, case.ranks)
         self.name = choose("auto", self.q, self.k, False, case.ranks).kernel
         self.kernel = KERNELS[self.name]
@@ -398,6 +400,7 @@ def run(cases: Sequence[Case], arguments: argparse.Namespace) -> int:
     watch = Host() if arguments.tiny else GPU()
     words = [w for flag in ("bars", "tiny") if getattr(arguments, flag) for w in [f"--{flag}"]]
     words += ["--arrangement", arguments.arrangement] if arguments.arrangement != "ring" else []
+    words += ["--rotate", arguments.rotate] if arguments.rotate != "auto" else []
     words += ["--only", arguments.only] if arguments.only else []
     where = {} if arguments.tiny else provenance("ring_rank.py", words, arguments.commit)
     for index, case in enumerate(cases):
@@ -424,6 +427,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="list the cases, measure nothing")
     parser.add_argument("--only", metavar="REGEX", help="cases whose description matches, as --dry-run prints it")
     parser.add_argument("--arrangement", choices=[name for name in ARRANGEMENTS if name != "double"], default="ring")
+    parser.add_argument("--rotate", choices=("auto", "keys", "queries"), default="auto", help="in the backward")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, help="stop, with exit code 3, before a case that would end later")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/results/ring_rank.jsonl")
@@ -434,7 +438,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(words)
     cases = tiny() if arguments.tiny else bars() if arguments.bars else sweep()
-    cases = [case._replace(arrangement=arguments.arrangement) for case in cases]
+    cases = [case._replace(arrangement=arguments.arrangement, rotate=arguments.rotate) for case in cases]
     cases = [case for case in cases if re.search(arguments.only or "", str(case))]
     cases = left(cases, read(arguments.output))
     if arguments.dry_run:

@@ -60,6 +60,11 @@ def test_rows_are_written_once_and_say_share_and_hops(tmp_path, capsys):
             len(row["hops_ms"]) == row["hops"] == 2 and row["travels_back"] in ("keys", "queries")
         )
         assert ("to_single" in row) == ("to_causal" in row) == (row["mask"] == "documents")
+    for what in ("keys", "queries"):
+        assert ring_rank.main([*words, "--rotate", what, "--only", "P=2 .*causal"]) == 0
+        rows = [row for row in ring_rank.read(tmp_path / "rows.jsonl").values() if row["rotate"] == what]
+        assert {row["travels_back"] for row in rows} == {what}
+    capsys.readouterr()
     assert ring_rank.main([*words, "--dry-run"]) == 0
     left = capsys.readouterr().out.splitlines()[-3:]
     assert ["P=4" in line for line in left] == [True, True, False] and "2 cases, 1 rounds" in left[2]
