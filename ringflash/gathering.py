@@ -50,6 +50,10 @@ def leaving(block: torch.Tensor, messages: Sequence[Message]) -> Messages:
     return [(one.peer, x) for one in messages for x in ([block[s] for s in one.pieces] or [take(block, one.rows)])]
 
 
+def _rows(message: Message) -> bytes:
+    return message.rows.runs.tobytes()
+
+
 def coming(room: torch.Tensor, message: Message) -> Messages:
     """Where a message comes to, row by row: room has as many rows."""
     ends = [0]
@@ -133,13 +137,15 @@ class Returned:
         self._into, self._route, self._lanes, self._own, self._transit = into, route, lanes, route.joined, transit
         (visit,) = route.visits
         self._count, self._trips = visit.count, visit.returns
+        # those of the same rows one behind the other, so that they are added up in one pass
+        received = sorted((one for trip in self._trips for one in trip.receives), key=_rows)
+        self._groups = [list(group) for _, group in itertools.groupby(received, _rows)]
         heads = lanes.all[0].heads(route.what)
         shape, device = (len(into), into[0].shape[0], heads.stop - heads.start, into[0].shape[3]), into[0].device
         self._fresh = Pool(visit.count, shape, torch.float32, device, lanes.follow)
         self._fresh.stock(min(2, len(lanes.all)))  # one is on its way while the next is computed
-        received = [message.rows.count for trip in self._trips for message in trip.receives]
-        self._arriving = Pool(max(received, default=0), shape, transit, device)
-        self._before: tuple[Lane, Loan, list[Pending], list[tuple[Loan, Message]], Messages] | None = None
+        self._arriving = Pool(sum(message.rows.count for message in received), shape, transit, device)
+        self._before: tuple[Lane, Loan, list[Pending], Loan, Messages] | None = None
 
     def fresh(self) -> tuple[Loan, list[torch.Tensor]]:
         """Room for the gradients of a section's block: a loan, and its views [B, n, heads, D], fp32, any content."""
@@ -149,15 +155,23 @@ class Returned:
     def pass_on(self, lane: Lane, loan: Loan) -> None:
         """Send home what was computed, when those of the section before are summed."""
         self.finish()
-        pending, arriving = [], []
+        pending, arriving = [], Loan(self._arriving, 1)
         sends: Messages = []
         for trip in self._trips:
-            arriving = [(Loan(self._arriving, 1), message) for message in trip.receives]
-            rooms = [each for room, one in arriving for each in coming(room.buffer[: one.rows.count], one)]
+            rooms = [each for group, room in self._rooms(arriving) for each in zip(room, group, strict=True)]
+            receives = list(itertools.chain.from_iterable(coming(*each) for each in rooms))
             with self._lanes.beside():
                 sends = [(peer, x.to(self._transit)) for peer, x in leaving(loan.buffer[: self._count], trip.sends)]
-                pending.append(self._lanes.transport.post(sends, rooms, trip.what))
+                pending.append(self._lanes.transport.post(sends, receives, trip.what))
         self._before = lane, loan, pending, arriving, sends
+
+    def _rooms(self, arriving: Loan) -> Iterator[tuple[list[Message], torch.Tensor]]:
+        """The messages of the same rows, and their room [messages, rows, ...]."""
+        start = 0
+        for group in self._groups:
+            end = start + len(group) * group[0].rows.count
+            yield group, arriving.buffer[start:end].unflatten(0, (len(group), -1))
+            start = end
 
     def finish(self) -> None:
         """Add what comes home of the last section that was passed on."""
@@ -168,13 +182,13 @@ class Returned:
         with lane.on():
             for each in pending:
                 each.wait()
-            for room, message in arriving:
-                values = room.buffer[: message.rows.count]
+            for (message, *others), room in self._rooms(arriving):
+                values = room.sum(0, dtype=torch.float32) if others else room[0]
                 for piece, (_, part) in zip(message.pieces, coming(values, message), strict=False):
                     block[piece] += part
                 if not message.pieces:
                     add(block, message.rows, values)
-                room.let_go()
+            arriving.let_go()
             own = [(here, block[there]) for here, there in self._own.places()]
             for f, x in enumerate(self._into):
                 rows = x[:, :, lane.heads(self._route.what)].movedim(1, 0)

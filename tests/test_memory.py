@@ -96,6 +96,8 @@ def test_the_buffers_of_a_ring_are_those_that_it_makes(monkeypatch, size, arrang
     of_forward = block * (1 + memory.BUFFERS[arrangement](at)[0])
     of_backward = memory.buffers_of_ring(at, block, sums, rounded=0) - sums * (arrangement != "gather")
     planned = size * length * (of_forward + of_backward)
+    if arrangement == "gather" and size > 2:  # what comes home is summed up in a tensor that is no buffer
+        planned -= size * length * sums
     if arrangement == "gather" and transit != torch.float32:  # what leaves is rounded into tensors of its own
         planned -= size * length * sums * (size - 1) * transit.itemsize // 4
     # in a double ring one buffer less where there are few hops, or where all sums have the same rows
@@ -108,7 +110,7 @@ def test_a_gather_of_documents_holds_what_others_have_of_one():
     assert at().gathered == at(document=10**6).gathered == 7
     assert at(document=1024).gathered == 0.25
     some = memory.buffers_of_ring(at(document=1024), block, sums, rounded=0)
-    assert some == block * 1.25 + sums * 1.5, "of all rows a block and its gradients, of a quarter those that come home"
+    assert some == block * 1.25 + sums * 1.75, "of all rows a block and its gradients, of a quarter what comes home"
 
 
 @pytest.mark.parametrize(

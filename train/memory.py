@@ -398,7 +398,8 @@ def buffers_of_ring(step: Step, block: int, sums: int, rounded: int) -> int:
         made, under_way = BUFFERS_ROUNDED[step.arrangement](step)
     in_loop = int(block * (1 + visiting) + sums * (1 + made) + under_way * sums * step.transit_bytes / FLOAT)
     if step.arrangement == "gather":  # what it leaves behind is there from its begin, and it has no own sums beside
-        return in_loop
+        summed = min(1, step.gathered) if step.ring > 2 else 0  # what several ranks send home is summed up first
+        return in_loop + int(summed * sums)
     return max(in_loop - rounded, sums)
 
 
