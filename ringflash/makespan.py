@@ -2,7 +2,7 @@
 
 Ranks wait for their neighbours at every hop, so equal sums are not enough: what counts is the makespan, the end of the
 last rank. The model of a ring with two buffers and links that are never late; no rank, device or message is needed.
-Called by `Layout`, by `suggest` and by benchmarks.
+Called by `layout`, `fitting` and `layouts.documents`, and by benchmarks.
 
 Letters: S global sequence, P ring size, h hop.
 """

@@ -2,8 +2,8 @@
 
 Every mask of this library is two int32 numbers a query: the half-open interval `[lo, hi)` of global key positions that
 the query sees. This file is the only one that knows what causal, window, documents or padding mean; everything below it
-(ring, kernels) reads intervals, tiles and ranges. It is numpy on the host: no device, no communication. Called by
-`plan` users (`ops`, benchmarks) and by `reference`.
+(ring, kernels) reads intervals, tiles and ranges. It is numpy on the host: no device, no communication. Asked for
+intervals through `arguments.Mask` and by `ops` and `reference`, for views of a hop by `routes`.
 
 Letters: S global sequence, L local sequence, P ring size, BQ and BK rows of a query and of a key tile.
 """

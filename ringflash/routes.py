@@ -2,8 +2,7 @@
 
 A block (keys and values, or queries with what belongs to them) visits the ranks that need it, see `needs`; which rank
 gets it from whom is one of the `arrangements`. Every rank derives all of it alone, from layout and mask. numpy on the
-host, no device, no communication. Made by `ops`; what comes out are the records of
-`trips`.
+host, no device, no communication. Made by `ops`; what comes out are the records of `trips`.
 
 Letters: P ring size, S global sequence, E elements; hops as in `arrangements`.
 """

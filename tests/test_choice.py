@@ -53,7 +53,7 @@ def test_a_kernel_that_computes_wrongly_is_passed_over_and_says_so(order, caplog
     assert caplog.text.count("WARNING") == 1  # asked once
 
 
-def test_a_kernel_that_does_not_compile_is_passed_over(order, caplog):
+def test_a_kernel_that_does_not_compile_is_passed_over(order):
     def broken(*call, **how):
         raise RuntimeError("PassManager::run failed\nmore")
 

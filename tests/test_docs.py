@@ -79,7 +79,7 @@ def test_every_result_says_where_it_comes_from():
 
 
 @pytest.fixture
-def measured(tmp_path, monkeypatch):
+def measured(tmp_path):
     """docs/render.py in a copy whose results are made up: few rows, of every kind."""
     for name in ("docs", "benchmarks", "ringflash", "train"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -146,13 +146,13 @@ def test_a_refusal_is_exit_code_2_and_one_sentence(case, capsys, monkeypatch):
     assert message in err and err.count("\n") == 1 and err.startswith("ringflash: ")
 
 
-def test_a_dry_run_does_not_need_the_data_but_a_run_does(capsys):
+def test_a_dry_run_does_not_need_the_data_but_a_run_does():
     assert launch_command([str(LLAMA), "--dry-run", "--set", "data.path=/absent"]) == 0
     assert launch_command([str(LLAMA), "--set", "data.path=/absent"]) == 2
 
 
 @pytest.mark.parametrize("command", [["verify"], ["launch"], ["launch", str(DEMO), "--verbose"], []], ids=str)
-def test_a_command_that_does_not_exist(command, capsys):
+def test_a_command_that_does_not_exist(command):
     with pytest.raises(SystemExit) as refusal:
         main(command)
     assert refusal.value.code == 2

@@ -169,7 +169,7 @@ def test_what_is_not_installed_is_refused_before_anything_starts(tmp_path, monke
     check_packages(load(DEMO))
 
 
-def test_a_cpu_is_refused_before_a_step(texts, tmp_path):
+def test_a_cpu_is_refused_before_a_step(texts):
     import training
 
     from train import loop

@@ -1,7 +1,7 @@
 """The files of a checkpoint: torch.distributed.checkpoint's own, each durable once written, none of them read as code.
 
 A tensor is saved flat, in ranges, by whoever holds them, and read in other ranges by others; values are saved whole, by
-one rank each. Called by `resume`, from the thread that writes too.
+one rank each. Written by `saver`, from its thread too, and read by `resume` and `export`.
 """
 
 import io

@@ -1,7 +1,7 @@
 """The kernels: what one GPU computes at one hop. KERNELS is the table; the same word is the `kernel=` argument.
 
 A kernel is a module with the four functions of `Kernel`. It knows tensors, a `View` (intervals, tiles, ranges) and the
-carried state; it knows no mask type, no rank and no communication. Called by `ring` only.
+carried state; it knows no mask type, no rank and no communication. Called by `ring` and `gathering`, `delta` by `ops`.
 
 Letters: B batch, L local queries, K visiting keys, H query heads, G key/value heads, D head dimension.
 """

@@ -1,6 +1,6 @@
 """The folder that model.pretrained names: is it a model that can be trained, and what does its config.json say?
 
-Only JSON and names of files are looked at. Called by `folders` and by `train/__main__`.
+Only JSON and names of files are looked at. Called by `folders`, `plan` and `train/__main__`.
 """
 
 import difflib

@@ -4,7 +4,7 @@ The four functions of `kernels.Kernel`. triton is imported when one of them is c
 without it. `launch` is the host side. On the device `forward_kernel` computes the forward, `fused_kernel` the backward,
 each with a form `..._in_turns_kernel` for short ranges; `keys_kernel` and `queries_kernel` where bits must repeat. The
 backward of head dimensions 192 and 256, whose dk and dv fit no registers, is that of `kernels.triton`. What TMA
-cannot walk (a stride or a start that is no multiple of 16 bytes) are copied first. Head dimensions 96 and 192 are
+cannot walk (a stride or a start that is no multiple of 16 bytes) is copied first. Head dimensions 96 and 192 are
 computed as 128 and 256, with zeros.
 """
 
