@@ -69,13 +69,14 @@ def _content(x: Tensor | None) -> bytes | None:
 
 
 class How(NamedTuple):
-    """The numbers and words of the op, in the order of its arguments.
+    """The numbers and words of the op, in the order of its arguments, and whether it has sinks.
 
     window: 0 = none; group: its name, "" = one process; arrangement, inner: see `routes.Plan`
     rotate: what travels in the backward, auto or a key of routes.TRAVELLERS; transit: the type of gradients under way
     slow_group: the group for what goes between nodes, "" = the same
     softcap: scores s become softcap * tanh(s / softcap); 0 = they do not
     returns_lse: whether the caller gets lse, so that a gradient of it may come
+    sinks: whether there are any; the tensor itself holds parameters, which ranks are not asked to compare
     """
 
     causal: bool
@@ -93,6 +94,7 @@ class How(NamedTuple):
     slow_group: str
     softcap: float
     returns_lse: bool
+    sinks: bool
 
 
 def _group(name: str) -> dist.ProcessGroup:
@@ -282,7 +284,7 @@ def attention(
     """
     how = How(
         causal, window, scale, kernel, deterministic, group, ulysses, timeout_s, arrangement, inner, rotate, transit,
-        slow_group, softcap, returns_lse,
+        slow_group, softcap, returns_lse, sinks is not None,
     )  # fmt: skip
     call = _Call(q, k, segments, cu_seqlens, bounds, how)
     call.agree(call.refusal())
@@ -327,7 +329,7 @@ def attention_backward(
     """
     how = How(
         causal, window, scale, kernel, deterministic, group, ulysses, timeout_s, arrangement, inner, rotate, transit,
-        slow_group, softcap, returns_lse,
+        slow_group, softcap, returns_lse, sinks is not None,
     )  # fmt: skip
     call = _Call(q, k, segments, cu_seqlens, bounds, how)
     if dlse is not None:
