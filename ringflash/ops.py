@@ -357,6 +357,16 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "ringflash: attention has no second derivative; a loss may hold its result, but no gradient through it "
+        "(create_graph=True)"
+    )
+
+
+attention_backward.register_autograd(_no_second_derivative)
+
+
 class _Differentiable(torch.autograd.Function):
     """`attention` with its gradients, for the dispatcher's autograd key."""
 
