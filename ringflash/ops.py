@@ -307,12 +307,20 @@ def _(
     return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
-    """[H] fp32, [0] without sinks. A sink is a key without a value, so its dP is 0 and its dS is -P delta."""
+def _sinks_gradient(
+    sinks: Tensor | None, lse: Tensor, delta: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[H] fp32, [0] without sinks, and delta as kernels take it. A sink is a key without a value: its dS is -P delta.
+
+    Of a query that sees no key out is 0, whatever dout may hold, and NaN times 0 is NaN. Without sinks kernels tell
+    these queries by lse = -inf; with them lse is the sink.
+    """
     if sinks is None:
-        return lse.new_empty(0)
+        return lse.new_empty(0), delta
+    blind = (lse == sinks[:, None]) & ~delta.isfinite()
+    own = delta.masked_fill(blind, 0.0) if dlse is None else torch.where(blind, -dlse, delta)
     weight = (sinks[:, None] - lse).exp().masked_fill(lse == -torch.inf, 0.0)
-    return -(weight * delta).sum((0, 2))
+    return -(weight * own).sum((0, 2)), delta.masked_fill(blind, 0.0)
 
 
 @torch.library.custom_op("ringflash::attention_backward", mutates_args=())
@@ -339,7 +347,7 @@ def attention_backward(
     with _no_autocast(q):
         delta = call.kernel.delta(out, dout, dlse)
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
-        dsinks = _sinks_gradient(sinks, lse, delta)
+        dsinks, delta = _sinks_gradient(sinks, lse, delta, dlse)
         lse, delta = call.scatter_rows(lse, delta)
         dq, dk, dv = ring.backward(
             dout_heads, q_heads, k_heads, v_heads, lse, delta, call.way_back, call.ring, call.kernel,
