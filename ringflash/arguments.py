@@ -6,7 +6,6 @@ to the custom op. ValueError and TypeError name the argument, its value and what
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 TRANSITS = (torch.float32, torch.bfloat16)  # fp16 would overflow where a loss is scaled
 MAX_TOKENS = 2**31 - 1  # positions are int32 in the kernels
+MAX_FLOAT = torch.finfo(torch.float32).max  # scores are fp32 in the kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +131,14 @@ def seq_len_of(seq_len: int) -> int:
     return seq_len
 
 
+def whole(name: str, count: int) -> None:
+    """An int of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name}={count!r} is {type(count).__name__}; it must be an int >= 1")
+    if count < 1:
+        raise ValueError(f"{name}={count} must be at least 1")
+
+
 def window_of(window: int | None) -> int | None:
     """A window is None or a whole number of keys, at least 1."""
     if window is None:
@@ -148,8 +156,8 @@ def scale_of(q: torch.Tensor, scale: float | None) -> float:
         return float(q.shape[-1]) ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale={scale!r} is {type(scale).__name__}; it must be a finite float or None")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale} must be finite")
+    if not abs(scale) <= MAX_FLOAT:
+        raise ValueError(f"scale={scale} must be finite, also in fp32")
     return float(scale)
 
 
@@ -159,7 +167,7 @@ def softcap_of(softcap: float | None) -> float:
         return 0.0
     if isinstance(softcap, bool) or not isinstance(softcap, int | float):
         raise TypeError(f"softcap={softcap!r} is {type(softcap).__name__}; it must be a positive float or None")
-    if not 0 < softcap < math.inf:
+    if not 0 < softcap <= MAX_FLOAT:
         raise ValueError(f"softcap={softcap} must be positive and finite, or None")
     return float(softcap)
 
@@ -187,7 +195,8 @@ def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int)
             raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; it must be an int32 tensor or a list of ints")
         values = cu_seqlens.detach().cpu().clone()
     else:
-        whole = isinstance(cu_seqlens, Sequence) and all(type(x) is int for x in cu_seqlens)
+        whole = isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, str)
+        whole = whole and all(type(x) is int for x in cu_seqlens)
         if not whole:
             raise TypeError(f"cu_seqlens={cu_seqlens!r} must be an int32 tensor or a list of ints")
         if any(abs(x) > MAX_TOKENS for x in cu_seqlens):
@@ -265,12 +274,8 @@ def check_heads(what: str, heads: int, of: str, groups: int) -> None:
         raise ValueError(f"{what} must be a multiple of {of}")
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Sizes, dtypes and devices of q, k, v belong together."""
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        raise TypeError(
-            f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}; all three must be the same of float32, bfloat16, float16"
-        )
+def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q, k and v are on one device, and their sizes belong together, whatever head dimensions are computed."""
     if not q.device == k.device == v.device:
         raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; all three must be on one device")
     if k.shape != v.shape:
@@ -280,8 +285,17 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if q.shape[3] != k.shape[3]:
         widths = f"q has head dimension {q.shape[3]} and k has {k.shape[3]}"
         raise ValueError(f"{widths}; both must be the same of {HEAD_DIMS}")
-    check_head_dim(f"q has head dimension {q.shape[3]}, which", q.shape[3])
     check_heads(f"q has {q.shape[2]} heads, which", q.shape[2], f"the {k.shape[2]} heads of k and v", k.shape[2])
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q, k, v are what the kernels compute: one dtype of DTYPES, a head dimension of HEAD_DIMS, sizes that belong."""
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        raise TypeError(
+            f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}; all three must be the same of float32, bfloat16, float16"
+        )
+    check_sizes(q, k, v)
+    check_head_dim(f"q has head dimension {q.shape[3]}, which", q.shape[3])
     if max(q.shape[1], k.shape[1]) > MAX_TOKENS:
         raise ValueError(f"q has {q.shape[1]} tokens and k has {k.shape[1]}; at most {MAX_TOKENS} fit int32 positions")
 

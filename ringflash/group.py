@@ -213,6 +213,8 @@ def _group_of(
         return (dist.group.WORLD if ready else None), ulysses or 1
     if isinstance(group, dist.ProcessGroup):
         return group, ulysses or 1
+    if dist.is_initialized() and group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives the others
+        raise TypeError(f"rank {dist.get_rank()} of the world is not in this group; make its Ring on its members alone")
     if not isinstance(group, dist.DeviceMesh):
         raise TypeError(f"group is {type(group).__name__}; it must be a ProcessGroup, a DeviceMesh or None")
     if group.ndim == 1:

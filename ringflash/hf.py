@@ -14,15 +14,14 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from . import arguments
 from .api import attention
+from .group import Ring
 from .layout import Layout
-
-if TYPE_CHECKING:
-    from .group import Ring
 
 USED = frozenset({"layout", "position_ids", "s_aux", "scaling", "sliding_window", "softcap"})
 
@@ -59,6 +58,8 @@ def register(ring: Ring, name: str = "ring") -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    if not isinstance(ring, Ring):
+        raise TypeError(f"ring is {type(ring).__name__}; it must be a ringflash.Ring")
     if not isinstance(name, str):
         raise TypeError(f"name={name!r} is {type(name).__name__}; it must be a str")
     if "flash" in name.lower() or not name.replace("-", "_").isidentifier():
@@ -82,6 +83,7 @@ def freeze_rope(config: Any, length: int) -> Any:
     Numerics: bitwise the frequencies that transformers computes for a sequence of this length.
     Source: transformers, modeling_rope_utils, which chooses by the largest position of each rank's call.
     """
+    arguments.whole("length", length)
     frozen = copy.deepcopy(config)
     rope = getattr(frozen, "rope_parameters", None) or {}
     for layer_type in [None] if "rope_type" in rope else list(rope):

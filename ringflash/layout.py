@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from . import arguments, exchange, makespan, mask
 
@@ -68,20 +69,29 @@ class Layout:
         return torch.from_numpy(np.concatenate([mask.positions(part) for part in parts]))
 
     @cached_property
-    def positions(self) -> torch.Tensor:
-        """int64 [L] on the ring's device: the global position of each local token."""
+    def _own(self) -> torch.Tensor:
+        """`positions`, for this file alone: a layout is shared by all who ask for the same one."""
         start = self.ring.rank * self.local_len
         return _plain(self.order[start : start + self.local_len], self.ring.device)
 
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [L] on the ring's device: the global position of each local token. A copy: it may be changed."""
+        return _plain(self._own, self._own.device)
+
     @cached_property
-    def position_ids(self) -> torch.Tensor:
-        """int64 [L] on the ring's device: the position of each local token inside its document, for RoPE."""
+    def _in_document(self) -> torch.Tensor:
         if self.cu_seqlens is None:
-            return self.positions
+            return self._own
         borders = self.cu_seqlens.to(self.ring.device)
         # padding counts from the last border
-        document = torch.searchsorted(borders, self.positions.int(), right=True) - 1
-        return _plain(self.positions - borders[document], self.ring.device)
+        document = torch.searchsorted(borders, self._own.int(), right=True) - 1
+        return _plain(self._own - borders[document], self.ring.device)
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [L] on the ring's device: the position of each local token inside its document, for RoPE. A copy."""
+        return _plain(self._in_document, self._own.device)
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """This rank's part of a tensor along the sequence, a copy.
@@ -90,7 +100,7 @@ class Layout:
         returns L at `dim`. The gradient of the other ranks' parts is zero: gradients are those of the sum over ranks.
         """
         self._check_len(x, dim, self.seq_len, "shard", "the whole sequence")
-        return x.index_select(dim, self.positions.to(x.device))
+        return x.index_select(dim, self._own.to(x.device))
 
     def unshard(self, x_local: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The whole tensor, on every rank, from the ranks' parts along the sequence. All ranks must call it.
@@ -103,6 +113,10 @@ class Layout:
         return _Unshard.apply(x_local, self, dim)
 
     def _check_len(self, x: torch.Tensor, dim: int, want: int, name: str, what: str) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: x is {type(x).__name__}; it must be a tensor")
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"{name}: dim={dim!r} is {type(dim).__name__}; it must be an int")
         if not -x.dim() <= dim < x.dim():
             raise ValueError(f"{name}: dim={dim} is not an axis of a tensor of shape {list(x.shape)}")
         if x.shape[dim] != want:
@@ -140,23 +154,27 @@ class _Unshard(torch.autograd.Function):
         ring = layout.ring
         if ring.group is None:
             return x_local.index_select(dim, torch.argsort(layout.order).to(x_local.device))
-        mine = x_local.movedim(dim, 0).contiguous()
-        if mine.dtype == torch.bool:
-            return _Unshard.forward(ctx, x_local.byte(), layout, dim).bool()
+        mine = x_local.resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
         ranks = mine.new_empty(layout.seq_len, *mine.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        _wait(gather(ranks, mine, group=ring.group, async_op=True), ring, "unshard", ranks)
+        whole, part = (x.view(-1).view(torch.uint8) for x in (ranks, mine))  # as bytes: backends know few types
+        _wait(gather(whole, part, group=ring.group, async_op=True), ring, "unshard", ranks)
         return ranks.index_select(0, torch.argsort(layout.order).to(ranks.device)).movedim(0, dim)
 
     @staticmethod
+    @once_differentiable  # autograd does not see what others send: second derivatives would lack their part
     def backward(ctx, dx: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         layout, dim = ctx.layout, ctx.dim
         ring = layout.ring
         ranks = dx.movedim(dim, 0).index_select(0, layout.order.to(dx.device))
         if ring.group is None:
             return ranks.movedim(0, dim), None, None
+        if dx.is_complex():
+            ranks = torch.view_as_real(ranks.resolve_conj())
         mine = ranks.new_empty(layout.local_len, *ranks.shape[1:], dtype=torch.float32)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
         work = scatter(mine, ranks.float().contiguous(), group=ring.group, async_op=True)
         _wait(work, ring, "backward of unshard", mine)
+        if dx.is_complex():
+            mine = torch.view_as_complex(mine)
         return mine.to(dx.dtype).movedim(0, dim), None, None

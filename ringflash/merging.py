@@ -34,8 +34,11 @@ def merge(
 
 def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
     for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} is {tensor.dtype}; merge takes floating point tensors")
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} is {kind}; merge takes floating point tensors")
+        if tensor.device != out_a.device:
+            raise ValueError(f"{name} is on {tensor.device} and out_a on {out_a.device}; all must be on one device")
     if out_a.dim() != 4 or out_a.shape != out_b.shape:
         raise ValueError(f"out_a {list(out_a.shape)} and out_b {list(out_b.shape)} must both be the same [B, L, H, D]")
     batch, length, heads, _ = out_a.shape

@@ -69,13 +69,14 @@ def _content(x: Tensor | None) -> bytes | None:
 
 
 class How(NamedTuple):
-    """The numbers and words of the op, in the order of its arguments.
+    """The numbers and words of the op, in the order of its arguments, and whether it has sinks.
 
     window: 0 = none; group: its name, "" = one process; arrangement, inner: see `routes.Plan`
     rotate: what travels in the backward, auto or a key of routes.TRAVELLERS; transit: the type of gradients under way
     slow_group: the group for what goes between nodes, "" = the same
     softcap: scores s become softcap * tanh(s / softcap); 0 = they do not
     returns_lse: whether the caller gets lse, so that a gradient of it may come
+    sinks: whether there are any; the tensor itself holds parameters, which ranks are not asked to compare
     """
 
     causal: bool
@@ -93,6 +94,7 @@ class How(NamedTuple):
     slow_group: str
     softcap: float
     returns_lse: bool
+    sinks: bool
 
 
 def _group(name: str) -> dist.ProcessGroup:
@@ -282,7 +284,7 @@ def attention(
     """
     how = How(
         causal, window, scale, kernel, deterministic, group, ulysses, timeout_s, arrangement, inner, rotate, transit,
-        slow_group, softcap, returns_lse,
+        slow_group, softcap, returns_lse, sinks is not None,
     )  # fmt: skip
     call = _Call(q, k, segments, cu_seqlens, bounds, how)
     call.agree(call.refusal())
@@ -305,12 +307,20 @@ def _(
     return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
-    """[H] fp32, [0] without sinks. A sink is a key without a value, so its dP is 0 and its dS is -P delta."""
+def _sinks_gradient(
+    sinks: Tensor | None, lse: Tensor, delta: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[H] fp32, [0] without sinks, and delta as kernels take it. A sink is a key without a value: its dS is -P delta.
+
+    Of a query that sees no key out is 0, whatever dout may hold, and NaN times 0 is NaN. Without sinks kernels tell
+    these queries by lse = -inf; with them lse is the sink.
+    """
     if sinks is None:
-        return lse.new_empty(0)
+        return lse.new_empty(0), delta
+    blind = (lse == sinks[:, None]) & ~delta.isfinite()
+    own = delta.masked_fill(blind, 0.0) if dlse is None else torch.where(blind, -dlse, delta)
     weight = (sinks[:, None] - lse).exp().masked_fill(lse == -torch.inf, 0.0)
-    return -(weight * delta).sum((0, 2))
+    return -(weight * own).sum((0, 2)), delta.masked_fill(blind, 0.0)
 
 
 @torch.library.custom_op("ringflash::attention_backward", mutates_args=())
@@ -327,7 +337,7 @@ def attention_backward(
     """
     how = How(
         causal, window, scale, kernel, deterministic, group, ulysses, timeout_s, arrangement, inner, rotate, transit,
-        slow_group, softcap, returns_lse,
+        slow_group, softcap, returns_lse, sinks is not None,
     )  # fmt: skip
     call = _Call(q, k, segments, cu_seqlens, bounds, how)
     if dlse is not None:
@@ -337,7 +347,7 @@ def attention_backward(
     with _no_autocast(q):
         delta = call.kernel.delta(out, dout, dlse)
         q_heads, k_heads, v_heads, dout_heads = call.scatter([q, k, v, dout])
-        dsinks = _sinks_gradient(sinks, lse, delta)
+        dsinks, delta = _sinks_gradient(sinks, lse, delta, dlse)
         lse, delta = call.scatter_rows(lse, delta)
         dq, dk, dv = ring.backward(
             dout_heads, q_heads, k_heads, v_heads, lse, delta, call.way_back, call.ring, call.kernel,
@@ -353,6 +363,16 @@ def _(
 ):  # fmt: skip
     dsinks = lse.new_empty(0 if sinks is None else len(sinks))
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "ringflash: attention has no second derivative; a loss may hold its result, but no gradient through it "
+        "(create_graph=True)"
+    )
+
+
+attention_backward.register_autograd(_no_second_derivative)
 
 
 class _Differentiable(torch.autograd.Function):

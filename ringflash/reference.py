@@ -6,14 +6,10 @@ turn tested against masks written down pair by pair.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from . import arguments
-
-if TYPE_CHECKING:
-    from .layout import Layout
+from .layout import Layout
 
 
 def attention(
@@ -39,12 +35,10 @@ def attention(
 
     Source: Vaswani et al., arXiv:1706.03762.
     """
+    _check(q, k, v, layout)
+    arguments.sinks_of(q, sinks)  # checked alone: here they stay as exact as they are
+    cap = arguments.softcap_of(softcap)
     mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
-    if layout is not None and not q.shape[1] == k.shape[1] == layout.seq_len:
-        raise ValueError(
-            f"q has {q.shape[1]} tokens and k has {k.shape[1]}; "
-            f"the reference takes the whole sequence of {layout.seq_len}"
-        )
     lo, hi = (torch.from_numpy(bound).to(q.device) for bound in mask.intervals(q.shape[1], k.shape[1]))
     scale = arguments.scale_of(q, scale)
     group = q.shape[2] // k.shape[2]
@@ -52,14 +46,32 @@ def attention(
     key = torch.arange(k.shape[1], device=q.device)
     seen = (key >= lo[:, None]) & (key < hi[:, None])  # [S, S_k]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
+    if cap:
+        scores = cap * (scores / cap).tanh()
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:  # a key that everybody sees
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
     lse, weights = _softmax(scores)
     out = torch.einsum("bhqk,bkhd->bqhd", weights[..., : k.shape[1]], v)
-    return (out, lse) if return_lse else out
+    return (out, lse) if arguments.flag_of("return_lse", return_lse) else out
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout | None) -> None:
+    """As `ringflash.attention` checks its tensors, but for their type, head dimension and length."""
+    arguments.check_shapes(q, k, v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} is {tensor.dtype}; the reference takes floating point tensors")
+    arguments.check_sizes(q, k, v)
+    if layout is None:
+        return
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is {type(layout).__name__}; it must come from ring.layout(...)")
+    if not q.shape[1] == k.shape[1] == layout.seq_len:
+        raise ValueError(
+            f"q has {q.shape[1]} tokens and k has {k.shape[1]}; "
+            f"the reference takes the whole sequence of {layout.seq_len}"
+        )
 
 
 def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -120,9 +120,9 @@ def suggest(
     """
     for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim),
                         ("gpus_per_node", gpus_per_node), ("nodes", nodes)):  # fmt: skip
-        _whole(name, count)
+        arguments.whole(name, count)
     if memory_bytes is not None:
-        _whole("memory_bytes", memory_bytes)
+        arguments.whole("memory_bytes", memory_bytes)
     # what `attention` and `Ring.layout` refuse is not predicted
     arguments.check_head_dim(f"head_dim={head_dim}", head_dim)
     arguments.check_heads(f"heads={heads}", heads, f"kv_heads={kv_heads}", kv_heads)
@@ -138,13 +138,6 @@ def suggest(
         arguments.transit_of(transit).itemsize,
     )  # fmt: skip
     return _chosen(problem, memory_bytes)
-
-
-def _whole(name: str, count: Any) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name}={count!r} is {type(count).__name__}; it must be an int >= 1")
-    if count < 1:
-        raise ValueError(f"{name}={count} must be at least 1")
 
 
 def _rate(name: str, rate: Any) -> float:

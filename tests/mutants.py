@@ -421,7 +421,7 @@ FAULTS = [
     ),
     Fault(
         "the gradient of a sink has the other sign", "ringflash/ops.py",
-        "return -(weight * delta).sum((0, 2))", "return (weight * delta).sum((0, 2))",
+        "return -(weight * own).sum((0, 2))", "return (weight * own).sum((0, 2))",
         "tests/test_sinks_softcap.py::test_one_device_equals_the_reference[sinks-causal]",
     ),
     Fault(

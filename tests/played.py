@@ -41,14 +41,14 @@ def attention(
         dlse_local = None if dlse is None else dlse[:, :, where]
         way, engine = transport if size > 1 else None, capped(KERNELS[kernel], softcap)
         out, lse = ring.forward(q_local, k_local, v_local, plan.forward, way, engine, scale=scale, sinks=sinks)
-        delta = engine.delta(out, dout_local, dlse_local)
+        dsinks, delta = ops._sinks_gradient(sinks, lse, engine.delta(out, dout_local, dlse_local), dlse_local)
         route = plan.backward(routes.sizes_of(q_local, k_local, transit), rotate)
         grads = ring.backward(
             dout_local, q_local, k_local, v_local, lse, delta, route, way, engine,
             scale=scale, deterministic=deterministic, transit=transit,
         )  # fmt: skip
         if sinks is not None:
-            gradients_of_sinks.append(ops._sinks_gradient(sinks, lse, delta))
+            gradients_of_sinks.append(dsinks)
         return out, lse.transpose(1, 2), *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
     results = exchange.play(size, rank)

@@ -35,6 +35,8 @@ def call(change=None, **given):
         ({"causal": "no"}, TypeError, "causal='no' is str"),
         ({"scale": float("nan")}, ValueError, "scale=nan must be finite"),
         ({"scale": float("inf")}, ValueError, "scale=inf must be finite"),
+        pytest.param({"scale": 10**400}, ValueError, "must be finite, also in fp32", id="scale=10**400"),
+        ({"scale": -1e300}, ValueError, "scale=-1e+300 must be finite, also in fp32"),
         ({"scale": "1"}, TypeError, "scale='1' is str; it must be a finite float or None"),
         ({"scale": torch.tensor(1.0)}, TypeError, "is Tensor; it must be a finite float"),
         ({"kernel": "flash"}, ValueError, "kernel='flash' is unknown; it must be auto or one of eager"),
@@ -53,6 +55,7 @@ def call(change=None, **given):
         ({"cu_seqlens": torch.tensor([0, 8])}, TypeError, "cu_seqlens is torch.int64; it must be an int32 tensor"),
         ({"cu_seqlens": torch.tensor([0.0, 8.0])}, TypeError, "cu_seqlens is torch.float32"),
         ({"cu_seqlens": [0, 8.0]}, TypeError, "cu_seqlens=[0, 8.0] must be an int32 tensor or a list of ints"),
+        ({"cu_seqlens": ""}, TypeError, "cu_seqlens='' must be an int32 tensor or a list of ints"),
         ({"cu_seqlens": 8}, TypeError, "cu_seqlens=8 must be an int32 tensor or a list of ints"),
         ({"cu_seqlens": [False, 8]}, TypeError, "cu_seqlens=[False, 8]"),
         (
@@ -233,6 +236,27 @@ def test_the_reference_refuses_a_local_part():
     layout = ring_at(0, 4, "zigzag").layout(64)
     with pytest.raises(ValueError, match="q has 16 tokens and k has 16; the reference takes the whole sequence of 64"):
         ringflash.reference.attention(*inputs(16)[:3], layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "kind", "words"),
+    [
+        (lambda q, k, v: (None, k, v), {}, TypeError, "q is NoneType; it must be a tensor"),
+        (lambda q, k, v: (q[0], k, v), {}, ValueError, "it must be [batch, tokens, heads, head dimension]"),
+        (lambda q, k, v: (q.long(), k, v), {}, TypeError, "q is torch.int64; the reference takes floating point"),
+        (lambda q, k, v: (q[:, :, :3], k, v), {}, ValueError, "q has 3 heads, which must be a multiple of the 2 heads"),
+        (lambda q, k, v: (q.repeat(2, 1, 1, 1), k, v), {}, ValueError, "q has batch 2 and k has 1"),
+        (lambda q, k, v: (q, k, v[:, 1:]), {}, ValueError, "must have the same shape"),
+        (lambda *x: x, {"softcap": 0}, ValueError, "softcap=0 must be positive and finite, or None"),
+        (lambda *x: x, {"sinks": torch.zeros(3)}, ValueError, "sinks has shape [3]; it must be [4]"),
+        (lambda *x: x, {"layout": "zigzag"}, TypeError, "layout is str; it must come from ring.layout"),
+        (lambda *x: x, {"return_lse": 1}, TypeError, "return_lse=1 is int; it must be True or False"),
+    ],
+)
+def test_the_reference_refuses_what_attention_does(change, given, kind, words):
+    """Some of it broadcasts, or divides by 0: a right answer to another question is worse than none."""
+    with pytest.raises(kind, match=re.escape(words)):
+        ringflash.reference.attention(*change(*inputs(8)[:3]), **given)
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -205,6 +205,17 @@ def test_a_name_is_a_word(ring):
         ringflash.hf.register(ring, None)
 
 
+def test_only_a_ring_is_registered(ring):
+    with pytest.raises(TypeError, match=r"ring is Layout; it must be a ringflash\.Ring"):
+        ringflash.hf.register(ring.layout(SEQ), "ring-c")
+
+
+@pytest.mark.parametrize(("length", "kind"), [(0, ValueError), (-4, ValueError), ("8", TypeError), (8.0, TypeError)])
+def test_rope_is_frozen_at_a_length(length, kind):
+    with pytest.raises(kind, match=f"length={length!r}"):
+        ringflash.hf.freeze_rope(make("llama").config, length)
+
+
 def test_two_rings_under_two_names(ring):
     ringflash.hf.register(ring, "ring-a")
     ringflash.hf.register(ring, "ring_b")

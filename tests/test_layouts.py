@@ -206,6 +206,30 @@ def test_shard_and_unshard_refuse_the_wrong_length(call, shape, dim, words):
         getattr(layout, call)(torch.zeros(shape), dim=dim)
 
 
+@pytest.mark.parametrize("call", ["shard", "unshard"])
+def test_shard_and_unshard_refuse_what_is_no_tensor_or_no_axis(call):
+    cut = getattr(Ring().layout(16), call)
+    with pytest.raises(TypeError, match=f"{call}: x is list; it must be a tensor"):
+        cut([0] * 16, 0)
+    for dim, kind in ((None, "NoneType"), (0.0, "float"), ("0", "str"), (True, "bool")):
+        with pytest.raises(TypeError, match=f"{call}: dim={dim!r} is {kind}; it must be an int"):
+            cut(torch.arange(16), dim)
+
+
+@pytest.mark.parametrize("borders", [None, [0, 3, 9, 14]])
+def test_positions_that_a_caller_changes_in_place_change_nothing_for_others(borders):
+    """A layout is cached, so everybody who asks for the same one gets the same object."""
+    ring = ring_at(1, 2, "zigzag")
+    held, ids = ring.layout(16, borders).positions.tolist(), ring.layout(16, borders).position_ids.tolist()
+    ring.layout(16, borders).positions.add_(100)
+    ring.layout(16, borders).position_ids.remainder_(2)
+    layout = ring.layout(16, borders)
+    assert layout.positions.tolist() == held == layout.shard(torch.arange(16), 0).tolist()
+    assert layout.position_ids.tolist() == ids
+    with torch.inference_mode():
+        assert not layout.positions.is_inference() and not layout.position_ids.is_inference()
+
+
 def test_shard_copies_and_its_backward_fills_the_other_parts_with_zero():
     layout = ring_at(1, 2, "contiguous").layout(8)
     x = torch.randn(1, 8, 2, requires_grad=True)
@@ -236,11 +260,14 @@ def unshard_case(seq_len, name, ulysses):
     """On every rank of a world: the round trip of shard and unshard, of many types, and both gradients."""
     ring = Ring(layout=name, ulysses=ulysses)
     layout = ring.layout(seq_len)
-    for dtype in (torch.int64, torch.bool, torch.float32, torch.bfloat16, torch.int32):
+    for dtype in (
+        torch.int64, torch.bool, torch.float32, torch.bfloat16, torch.int32, torch.int16, torch.complex64,
+        torch.float8_e4m3fn,
+    ):  # fmt: skip
         x = torch.arange(seq_len).remainder(7).to(dtype)
         for shape, dim in (((1, seq_len, 1), 1), ((1, 1, seq_len), -1), ((seq_len,), 0)):
             got = layout.unshard(layout.shard(x.reshape(shape), dim), dim)
-            assert torch.equal(got, x.reshape(shape)), (dtype, shape)
+            assert got.dtype == dtype and torch.equal(*(y.cfloat() for y in (got, x.reshape(shape)))), dtype
     assert torch.equal(layout.unshard(layout.shard(torch.arange(seq_len), 0), 0), torch.arange(seq_len))
     # a loss of each rank's own: the gradient of a part is the sum over the ranks of what they did with it
     part = layout.shard(torch.randn(2, seq_len, 3, generator=torch.Generator().manual_seed(0))).requires_grad_()
@@ -250,6 +277,13 @@ def unshard_case(seq_len, name, ulysses):
     half = part.detach().bfloat16().requires_grad_()
     layout.unshard(half).square().sum().div(ring.size).backward()  # alike on all ranks, so divided by their number
     assert half.grad.dtype == torch.bfloat16 and torch.allclose(half.grad.float(), 2 * half.detach().float(), rtol=1e-2)
+    turned = torch.complex(part.detach(), part.detach().flip(2)).requires_grad_()
+    assert torch.equal(layout.unshard(turned.detach().conj()), layout.unshard(turned.detach()).conj())
+    layout.unshard(turned).abs().square().sum().div(ring.size).backward()
+    assert torch.allclose(turned.grad, 2 * turned.detach())
+    [first] = torch.autograd.grad(layout.unshard(part).pow(3).sum(), part, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

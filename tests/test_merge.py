@@ -127,6 +127,8 @@ def test_R49_a_wrong_layout_of_lse_is_refused(batch):
         (lambda o, s: (o.long(), s, o, s), TypeError, "out_a is torch.int64"),
         (lambda o, s: (o, s.int(), o, s), TypeError, "lse_a is torch.int32"),
         (lambda o, s: (o, s, o[:, :3], s), ValueError, r"out_a \[1, 7, 4, 16\] and out_b \[1, 3, 4, 16\]"),
+        (lambda o, s: (o, s, o, None), TypeError, "lse_b is NoneType; merge takes floating point tensors"),
+        (lambda o, s: (o, s, o.to("meta"), s), ValueError, "out_b is on meta and out_a on cpu; all must be on one"),
         (lambda o, s: (o[0], s, o[0], s), ValueError, r"out_a \[7, 4, 16\]"),
     ],
 )

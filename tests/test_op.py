@@ -101,6 +101,13 @@ def test_a_layout_made_under_inference_mode_trains():
         layout.shard(torch.zeros(1, 64, 1, requires_grad=True)).sum().backward()
 
 
+def test_a_second_derivative_is_refused_by_name():
+    q, k, v = (x.requires_grad_() for x in inputs(16)[:3])
+    grads = torch.autograd.grad(ringflash.attention(q, k, v).square().sum(), (q, k, v), create_graph=True)
+    with pytest.raises(NotImplementedError, match="ringflash: attention has no second derivative"):
+        sum(grad.square().sum() for grad in grads).backward()
+
+
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_R13_under_autocast_inputs_are_cast_and_gradients_come_back_in_their_own_type(backward_inside):
     q, k, v, dout, _ = inputs(64)

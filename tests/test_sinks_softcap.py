@@ -58,6 +58,24 @@ def test_a_ring_equals_the_reference(name, size, layout, mask, rotate):
     check(got, wanted)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("mask", [{"cu_seqlens": [0, 20, 53]}, {"cu_seqlens": [0, 0]}], ids=["padding", "all"])
+def test_nothing_in_the_padding_reaches_the_rows_before_it_or_the_sinks(mask, value):
+    """Its lse is the sink and not -inf, so that a NaN made of its out = 0 must be told in another way."""
+    begin = mask["cu_seqlens"][-1]
+
+    def results(filling: float, rows_of_lse: float = 0.0) -> dict[str, torch.Tensor]:
+        q, k, v, dout, dlse = inputs(SIZE)
+        for x in (q, k, v, dout):
+            x[:, begin:] = filling
+        dlse[..., begin:] += rows_of_lse
+        return differentiated(ringflash.attention, (q, k, v, dout, dlse), **asked("sinks"), **mask)
+
+    zero, poisoned, answered = results(0.0), results(value), results(0.0, value)
+    assert all(torch.equal(poisoned[name], zero[name]) for name in NAMES)
+    assert all(torch.equal(answered[name], zero[name]) for name in NAMES[:-1]), "lse is the sink, which alone sees it"
+
+
 def test_a_softcap_far_above_the_scores_changes_little_and_one_below_them_much():
     tensors = inputs(SIZE)
     plain = differentiated(ringflash.attention, tensors)

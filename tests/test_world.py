@@ -129,7 +129,8 @@ def wrong_rings() -> None:
     assert "group is str; it must be a ProcessGroup, a DeviceMesh or None" in told(TypeError, Ring, "world")
     group = dist.new_group([1, 2])
     if dist.get_rank() in (0, 3):
-        told(TypeError, Ring, group)
+        said = told(TypeError, Ring, group)
+        assert f"rank {dist.get_rank()} of the world is not in this group; make its Ring on its members alone" in said
 
 
 def test_rings_that_do_not_fit_the_world_are_refused_on_every_rank(pool):
@@ -164,7 +165,7 @@ def called_differently(odd: int, change: dict) -> list[str]:
     "change",
     [
         {"window": 5}, {"scale": 0.5}, {"deterministic": True}, {"kernel": "sdpa"}, {"dtype": torch.bfloat16},
-        {"heads": 1}, {"cu_seqlens": [0, 9, 64]}, {"causal": False},
+        {"heads": 1}, {"cu_seqlens": [0, 9, 64]}, {"causal": False}, {"softcap": 2.0}, {"sinks": torch.zeros(4)},
     ],
     ids=str,
 )  # fmt: skip
@@ -172,8 +173,10 @@ def test_ranks_called_with_different_arguments_all_raise_and_name_the_odd_one(po
     messages = pool(4)(called_differently, 2, change)
     assert all("called with different arguments: rank(s) [2] with [" in message for message in messages)
     name, value = next(iter(change.items()))
-    if name in ("window", "scale", "deterministic", "kernel"):
+    if name in ("window", "scale", "deterministic", "kernel", "softcap"):
         assert f"{name}={value}" in messages[0]
+    if name == "sinks":  # parameters: whether there are any is compared, and not what they are
+        assert "sinks=True" in messages[0] and "sinks=False" in messages[0]
 
 
 def one_rank_has_many_pieces() -> str:
