@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config import Data
 from .sources import Documents, Row, documents_of
-from .tokens import Encoded, Encoder, Tokenizer, chat_encoder, id_encoder, text_encoder
+from .tokens import IGNORED, Encoded, Encoder, Tokenizer, chat_encoder, id_encoder, text_encoder
 
 POOL = 2**26
 """Bytes of neighbouring rows that are read and shuffled together."""
@@ -168,7 +168,7 @@ class Cursor:
         self._first: int = start["chunk"]
         self._next: int = start["row"]
         self._saved: int | None = start["rows"]
-        self._found = state is not None
+        self.found = state is not None
         self._order = self._drawn(len(documents.sizes))
         self._pool: list[tuple[int, int, Row]] | None = None  # read when a document is asked for
 
@@ -184,16 +184,16 @@ class Cursor:
             self._pool = self._load()
         while self._next == len(self._pool):
             self._pool = self._advance()
-        self._found = True
+        self.found = True
         self._next += 1
         return self._pool[self._next - 1]
 
     def _advance(self) -> list[tuple[int, int, Row]]:
         self._first, self._next = self._last, 0
         if self._last == len(self._order):
-            if not self._found:
+            if not self.found:
                 raise ValueError(f"a source of [data] holds no document: {len(self._order)} chunk(s) were read")
-            self.epoch, self._first, self._found = self.epoch + 1, 0, False
+            self.epoch, self._first, self.found = self.epoch + 1, 0, False
             self._order = self._drawn(len(self._order))
         return self._load()
 
@@ -234,15 +234,24 @@ class Reader:
     def __init__(self, corpus: Corpus, source: int, cursor: Cursor) -> None:
         self._corpus, self._source, self._cursor = corpus, source, cursor
         self._state = cursor.state()
+        self._teaches = cursor.found  # what was read before a position that was saved is not known
         self._ready: deque[tuple[Piece | ValueError, dict[str, Any]]] = deque()
 
     def __next__(self) -> Piece:
-        """A whole document. Raises: ValueError naming file and line of one that cannot be encoded."""
+        """A whole document. Raises: ValueError naming file and line of one that cannot be encoded; for an epoch in
+        which no document had a target."""
         if not self._ready:
             self._encode()
         document, state = self._ready.popleft()
         if isinstance(document, ValueError):
             raise document
+        if state["epoch"] != self._state["epoch"]:
+            if not self._teaches:
+                raise ValueError(
+                    f"source {self._source} of [data] holds nothing to train on: all of its documents are empty"
+                )
+            self._teaches = False
+        self._teaches = self._teaches or bool((document.labels != IGNORED).any())
         self._state = state
         return document
 
