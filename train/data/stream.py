@@ -168,7 +168,7 @@ class Cursor:
         self._first: int = start["chunk"]
         self._next: int = start["row"]
         self._saved: int | None = start["rows"]
-        self.found = state is not None
+        self._found = state is not None
         self._order = self._drawn(len(documents.sizes))
         self._pool: list[tuple[int, int, Row]] | None = None  # read when a document is asked for
 
@@ -184,16 +184,16 @@ class Cursor:
             self._pool = self._load()
         while self._next == len(self._pool):
             self._pool = self._advance()
-        self.found = True
+        self._found = True
         self._next += 1
         return self._pool[self._next - 1]
 
     def _advance(self) -> list[tuple[int, int, Row]]:
         self._first, self._next = self._last, 0
         if self._last == len(self._order):
-            if not self.found:
+            if not self._found:
                 raise ValueError(f"a source of [data] holds no document: {len(self._order)} chunk(s) were read")
-            self.epoch, self._first, self.found = self.epoch + 1, 0, False
+            self.epoch, self._first, self._found = self.epoch + 1, 0, False
             self._order = self._drawn(len(self._order))
         return self._load()
 
@@ -234,24 +234,15 @@ class Reader:
     def __init__(self, corpus: Corpus, source: int, cursor: Cursor) -> None:
         self._corpus, self._source, self._cursor = corpus, source, cursor
         self._state = cursor.state()
-        self._teaches = cursor.found  # what was read before a position that was saved is not known
         self._ready: deque[tuple[Piece | ValueError, dict[str, Any]]] = deque()
 
     def __next__(self) -> Piece:
-        """A whole document. Raises: ValueError naming file and line of one that cannot be encoded; for an epoch in
-        which no document had a target."""
+        """A whole document. Raises: ValueError naming file and line of one that cannot be encoded."""
         if not self._ready:
             self._encode()
         document, state = self._ready.popleft()
         if isinstance(document, ValueError):
             raise document
-        if state["epoch"] != self._state["epoch"]:
-            if not self._teaches:
-                raise ValueError(
-                    f"source {self._source} of [data] holds nothing to train on: all of its documents are empty"
-                )
-            self._teaches = False
-        self._teaches = self._teaches or bool((document.labels != IGNORED).any())
         self._state = state
         return document
 
@@ -281,6 +272,7 @@ class Stream:
 
     The next document is one of the source that is furthest behind its weight in tokens, so the shares hold at every
     moment to within a document. Raises, with a state: ValueError if it was made by other files, another seed or order.
+    `next` raises ValueError for a source that holds no target.
     """
 
     def __init__(self, corpus: Corpus, *, length: int, seed: int, state: dict[str, Any] | None = None) -> None:
@@ -293,6 +285,8 @@ class Stream:
             Reader(corpus, i, Cursor(documents, seed=seed, index=i, shuffle=corpus.shuffle, state=saved[i]))
             for i, documents in enumerate(corpus.documents)
         ]
+        # what an epoch held before a position that was saved is not known
+        self._taught = [state is not None] * count
         # other weights begin a new account, or the source that gained would be read alone until it had caught up
         kept = state is not None and state["weights"] == corpus.weights
         self._tokens: list[int] = list(state["tokens"]) if state and kept else [0] * count
@@ -316,10 +310,18 @@ class Stream:
     def __next__(self) -> Piece:
         if not self._waiting:
             source = min(range(len(self._tokens)), key=lambda i: self._tokens[i] / self._corpus.weights[i])
+            epoch = self._readers[source].state()["epoch"]
             document = next(self._readers[source])
+            self._check_taught(source, document, begins=self._readers[source].state()["epoch"] != epoch)
             self._tokens[source] += len(document.ids)
             self._waiting.extend(cut(document, self._length))
         return self._waiting.popleft()
+
+    def _check_taught(self, source: int, document: Piece, *, begins: bool) -> None:
+        """Refuse a source whose epoch ended without a target. begins: whether a document is the first of an epoch."""
+        if begins and not self._taught[source]:
+            raise ValueError(f"source {source} of [data] holds nothing to train on: all of its documents are empty")
+        self._taught[source] = bool((document.labels != IGNORED).any()) or (self._taught[source] and not begins)
 
     def at(self, state: dict[str, Any]) -> "Stream":
         """The same stream where a state was taken. Raises: ValueError for a state of other data."""
