@@ -212,7 +212,7 @@ REFUSED = {
     "launch.stop_timeout_s=99999999999": ("launch.stop_timeout_s = 99999999999", "31536000"),
     "metrics.dir=~/runs": ("metrics.dir = '~/runs'", "'~' and variables are not filled in"),
     "checkpoint.dir=/scratch/$USER": ("checkpoint.dir = '/scratch/$USER'", "written out"),
-    "evaluation.sources=[{path='${HOME}/x', format='text'}]": ("evaluation.sources.0.path = '${HOME}/x'", "written"),
+    "metrics.dir=${SCRATCH}/runs": ("metrics.dir = '${SCRATCH}/runs'", "written out"),
     "metrics.peak_tflops=0": ("metrics.peak_tflops = 0", "greater than 0"),
     "memory.offload=['weights']": ("memory.offload", "'weights'", "'activations'"),
     "memory.offload=['attention', 'attention']": ("memory.offload", "twice"),

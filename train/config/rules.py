@@ -105,16 +105,7 @@ def _check_launch(config: "Config") -> None:
 
 def _check_written_out(config: "Config") -> None:
     """No shell reads the file: a folder of the name "~" or "$USER" would be made, and hold what was trained."""
-    sources = {"data.sources": config.data.sources, "evaluation.sources": config.evaluation.sources}
-    paths = {
-        "metrics.dir": config.metrics.dir,
-        "checkpoint.dir": config.checkpoint.dir,
-        "checkpoint.resume": config.checkpoint.resume,
-        "model.pretrained": config.model.pretrained,
-        "data.path": config.data.path,
-        "data.tokenizer": config.data.tokenizer,
-    } | {f"{table}.{index}.path": one.path for table, listed in sources.items() for index, one in enumerate(listed)}
-    for name, path in paths.items():
+    for name, path in (("metrics.dir", config.metrics.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if path is not None and re.match(r"~|.*\$[A-Za-z_{]", path):
             raise ConfigError(f"{name} = {path!r}: '~' and variables are not filled in; a path written out is accepted")
 
