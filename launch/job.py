@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,8 +88,14 @@ def supervise(command: Sequence[str], *, folder: Path, size: int, settings: Mapp
     folder: of their verdicts; size: how many they are; settings: what else is added to the environment
     """
     added = {VERDICT_VARIABLE: str(folder)} | dict(settings)
-    for stale in folder.glob("rank*"):
-        stale.unlink()
+    left = sibling("train.verdict")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        left.clear_gone(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return Ending(left.REFUSED, f"{folder} cannot be written, where ranks say how they ended: {error.strerror}")
     process = subprocess.Popen(command, env=os.environ | added, stderr=subprocess.PIPE, process_group=0)
     report = bytearray()
     copier = threading.Thread(target=_copy, args=(process.stderr, report), daemon=True)
@@ -96,7 +103,7 @@ def supervise(command: Sequence[str], *, folder: Path, size: int, settings: Mapp
     with _forwarding(process) as received:
         code = process.wait()
     copier.join(timeout=5)  # an orphan of the command may hold the pipe open
-    verdicts = sibling("train.verdict").read_all(folder)
+    verdicts = left.read_all(folder, parent=process.pid)
     if received and len(agreed(verdicts, size)) != 1:
         return Ending(128 + received[0], f"stopped by {signal.Signals(received[0]).name}")
     return judge(verdicts, size, code=code, report=report.decode(errors="replace"))

@@ -183,6 +183,7 @@ REFUSED = {
     "model.config=3": ("model.config = 3", "a dictionary"),
     "model.config.hidden_size=192": ("hidden_size / num_attention_heads = 48", "16, 32, 64, 96"),
     "model.config.head_dim=80": ("model.config.head_dim = 80", "16, 32, 64, 96"),
+    "model.config.pad_token_id=264": ("pad_token_id = 264", "vocab_size = 264"),
     "model.config.head_dim='x'": ("model.config.head_dim = 'x'", "16, 32, 64, 96"),
     "model.config.attention_dropout=0.1": ("attention_dropout = 0.1", "leave it out"),
     "sequence.length=4294967296": ("sequence.length = 4294967296", "2147483647"),
@@ -207,6 +208,11 @@ REFUSED = {
     "launch.master_address=host": ("launch.master_address = 'host'", "launch.nodes = 1"),
     "launch.scheduler=cron": ("'cron'", "'torchrun', 'slurm' or 'kubernetes'"),
     "launch.scheduler=slurm": ("'slurm'", "launch.cpus_per_node"),
+    "train.timeout_s=99999999999999": ("train.timeout_s = 99999999999999", "31536000"),
+    "launch.stop_timeout_s=99999999999": ("launch.stop_timeout_s = 99999999999", "31536000"),
+    "metrics.dir=~/runs": ("metrics.dir = '~/runs'", "'~' and variables are not filled in"),
+    "checkpoint.dir=/scratch/$USER": ("checkpoint.dir = '/scratch/$USER'", "written out"),
+    "metrics.dir=${SCRATCH}/runs": ("metrics.dir = '${SCRATCH}/runs'", "written out"),
     "metrics.peak_tflops=0": ("metrics.peak_tflops = 0", "greater than 0"),
     "memory.offload=['weights']": ("memory.offload", "'weights'", "'activations'"),
     "memory.offload=['attention', 'attention']": ("memory.offload", "twice"),
@@ -290,6 +296,7 @@ def test_documents_need_a_micro_batch_of_one():
 MISSING = {
     "[sequence]\nlength": ("sequence.length is missing: Tokens of one packed sequence", "[sequence]\n#"),
     "steps =": ("train.steps is missing: Optimizer steps of the run", "#"),
+    'dtype = "float32"': ("model.dtype is missing: accepted is 'float32', 'bfloat16'; Type of the parameters", ""),
     "[launch]\nprocesses_per_node = 4": ("the section [launch] is missing", ""),
 }
 
@@ -366,6 +373,22 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         check_paths(config)
 
 
+@pytest.mark.parametrize("key", ["data.path", "data.tokenizer", "checkpoint.resume", "model.pretrained"])
+def test_a_folder_that_may_not_be_looked_at_is_refused(tmp_path, key):
+    """As below a folder of another group; a name that is too long is refused to root as well."""
+    with pytest.raises(ConfigError, match=f"{'x' * 300}' cannot be looked at: File name too long"):
+        check_paths(demo(f"metrics.dir={tmp_path}", f"{key}={tmp_path}/{'x' * 300}"))
+
+
+def test_data_that_may_not_be_listed_are_not_taken_for_none(tmp_path, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr("os.listdir", refuse)
+    with pytest.raises(ConfigError, match=f"'{tmp_path}' cannot be looked at: Permission denied"):
+        check_paths(demo(f"metrics.dir={tmp_path}", f"data.path={tmp_path}"))
+
+
 SOURCES = {
     "data.sources=[{path='x', format='text'}]": "data.path = 'stdlib' beside 1 table(s) [[data.sources]]: one of both",
     "data.sources=[{format='text'}]": "data.sources.0.path is missing: Folder, or one file",
@@ -416,6 +439,20 @@ def test_sources_of_a_file(tmp_path):
         mixed(tmp_path, [])
     with pytest.raises(ConfigError, match=r"data\.pattern is given but only data\.path uses it"):
         mixed(tmp_path, tables, 'pattern = "*.txt"\n')
+
+
+@pytest.mark.parametrize("pattern", ["**.txt", ".", "a**/b"])
+def test_what_is_no_pattern_of_files_is_refused_with_its_key(tmp_path, pattern):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ConfigError, match=re.escape(f"data.pattern = {pattern!r} is no pattern of files (")):
+        check_paths(demo(f"data.path={tmp_path}", f"data.pattern={pattern}"))
+
+
+def test_slurm_warns_at_most_so_long_before_the_end():
+    slurm = ["launch.scheduler=slurm", "launch.cpus_per_node=8", "launch.stop_timeout_s=65536"]
+    with pytest.raises(ConfigError, match=r"stop_timeout_s = 65536: slurm warns at most 65535 seconds"):
+        demo(*slurm)
+    demo(*slurm, "slurm.options=['--signal=USR1@60']")
 
 
 def test_the_paths_of_sources(tmp_path):

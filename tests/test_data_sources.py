@@ -133,6 +133,7 @@ BAD = {
     "null": (GOOD + line({"text": None}), r"line 2: the field 'text' is null"),
     "a number": (GOOD + line({"text": 3}), r"line 2: a text was expected, found int"),
     "surrogate": (GOOD + b'{"text": "a\\ud800"}\n', r"line 2: half of a surrogate pair at character 1"),
+    "deep": (GOOD + b'{"text": ' + b"[" * 10**5 + b"]" * 10**5 + b"}\n", r"line 2: not JSON that can be read"),
     "blank": (b"\n\n\n", r"a source of \[data\] holds no document: 1 chunk\(s\) were read"),
     "empty": (b"", r"a.jsonl is empty: at least one document was expected"),
 }
@@ -144,6 +145,18 @@ def test_a_bad_line_is_named(tmp_path, case):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         list(islice(stream(Source(path=str(tmp_path), format="jsonl"), shuffle=False), 20))
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_a_source_of_empty_documents_ends_with_its_first_epoch(tmp_path, kind):
+    """A step on them would have no loss, and would go on to decay the weights."""
+    empty = stream(corpora.write(tmp_path / "empty", kind, [""] * 40))
+    with pytest.raises(ValueError, match=r"source 0 of \[data\] holds nothing to train on: all of its documents are"):
+        list(islice(empty, 41))
+    some = stream(corpora.write(tmp_path / "some", kind, [""] * 40 + ["ab"]))
+    for _ in range(3):
+        next(some)
+    assert len(list(islice(some.at(some.state()), 120))) == 120
 
 
 def test_a_bad_line_far_inside_a_file_is_counted(tmp_path, monkeypatch):
@@ -261,6 +274,7 @@ def test_labels_of_a_conversation_survive_the_cut(tmp_path):
 BAD_CHAT = {
     "no list": ("hello", "a list of messages, each with a role, was expected"),
     "no role": ([{"content": "a"}], "a list of messages, each with a role, was expected"),
+    "empty": ([], "a list of messages was expected, found an empty one"),
     "no answer": (CHAT[:1], "no message is an answer of the assistant"),
     "template": ([{"role": "system", "content": "a"}], "the chat template refuses these messages: no system"),
 }

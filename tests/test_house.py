@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -11,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from launch import LAUNCHERS
 from ringflash import KERNELS, LAYOUTS
+from ringflash.arrangements import ARRANGEMENTS
+from train.config import Launch, Parallel, Sequence, Source
+from train.data.sources import FORMATS
 
 REPO = Path(__file__).resolve().parent.parent
 ROOMS = ("ringflash", "train", "launch")
@@ -129,6 +134,18 @@ def test_tables_and_files_have_one_name():
         assert {name: module.__name__ for name, module in table.items()} == {
             name: f"ringflash.{room}.{name}" for name in table
         }
+
+
+def test_the_words_of_a_table_are_those_of_its_key():
+    """The config names them again, because it imports neither torch nor `launch`."""
+    for section, key, table, others in (
+        (Sequence, "layout", LAYOUTS, {"auto"}),
+        (Parallel, "arrangement", ARRANGEMENTS, set()),
+        (Launch, "scheduler", LAUNCHERS, set()),
+        (Source, "format", FORMATS, set()),
+    ):
+        words = re.findall(r"'(\w+)'", str(section.model_fields[key].annotation))
+        assert {*words} == {*table, *others}, f"{section.__name__}.{key}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=names)

@@ -1,5 +1,6 @@
 """launch/: what would run, what is refused before anything runs, and how the end of a run is judged."""
 
+import json
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ from launch import torchrun
 from launch.__main__ import WORDS, main
 from launch.__main__ import launch as launch_command
 from launch.environment import PATIENCE_VARIABLE, SIGNALS, SIGNALS_VARIABLE
-from launch.job import VERDICT_VARIABLE, Job, judge, run, sibling, sibling_name
+from launch.job import VERDICT_VARIABLE, Job, judge, run, sibling, sibling_name, supervise
 from train import verdict
 from train.config import load
 from train.verdict import Verdict
@@ -307,6 +308,30 @@ def test_R99_a_run_under_torchrun(stub, case, capfd):
     assert ending.message.startswith(message.format(host=host)) and bool(message) == bool(ending.message)
     if case != "well":
         assert "FAILED" in capfd.readouterr().err  # what torchrun says is passed on
+
+
+@pytest.mark.parametrize(("left", "code"), [(0, 0), (None, 1)])
+def test_a_second_run_of_the_name_does_not_speak_for_the_first(tmp_path, monkeypatch, left, code):
+    """It is refused while the first goes on: it takes away nothing that the first left, and is not heard for it."""
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    leave = f"from train import verdict; verdict.write({str(tmp_path)!r}, 0, code={{}}, error='of one rank')"
+    refused = [sys.executable, "-c", f"import subprocess; subprocess.run({[sys.executable, '-c', leave.format(2)]})"]
+    second = [sys.executable, "-m", "launch.node", str(tmp_path), "1", *refused]
+    ranks = [[sys.executable, "-c", leave.format(left)]] if left is not None else []
+    first = f"import subprocess; print(*(subprocess.run(one).returncode for one in {[*ranks, second]}))"
+    ending = supervise([sys.executable, "-c", first], folder=tmp_path, size=1, settings={})
+    assert ending.code == code and "of one rank" not in ending.message
+    assert sorted(one.code for one in map(read_verdict, tmp_path.glob("rank*.json"))) == [*([left] * len(ranks)), 2]
+
+
+def test_a_folder_that_takes_no_verdict_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    ending = supervise([sys.executable, "-c", ""], folder=tmp_path / "file" / "node0", size=1, settings={})
+    assert ending == (2, f"{tmp_path}/file/node0 cannot be written, where ranks say how they ended: Not a directory")
+
+
+def read_verdict(file):
+    return Verdict(**json.loads(file.read_text()))
 
 
 def test_R101_two_runs_on_one_host_do_not_meet(stub):

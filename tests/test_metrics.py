@@ -211,6 +211,16 @@ def test_what_a_crash_left_in_the_file_ends_no_resume(tmp_path):
     assert [row["kind"] for row in lines(tmp_path)] == ["header", "step"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_disk_that_is_full_is_told_with_the_file(tmp_path):
+    sink = JsonlSink(tmp_path, {"kind": "header"})
+    sink._file.close()
+    sink._file = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
+        sink.write({"step": 1})
+    sink.close(failed=True)
+
+
 def test_one_progress_line_a_step(tmp_path, capsys):
     with writer(tmp_path, "metrics.wandb=disabled") as metrics:
         metrics.write(RECORD)

@@ -96,7 +96,14 @@ def drop(folder, name):
 
 
 SPOILT = {
-    "no folder": (lambda f: shutil.rmtree(f), "its config.json cannot be read"),
+    "no folder": (
+        lambda f: shutil.rmtree(f),
+        "is not a folder: a local one with config.json and safetensors is accepted",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "its config.json cannot be read"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "its config.json holds no table but list"),
+    "deep": (lambda f: (f / "config.json").write_text("[" * 10**5), "its config.json cannot be read"),
+    "deep index": (lambda f: (f / weights.INDEX).write_text("[" * 10**5), f"its {weights.INDEX} cannot be read"),
     "family": (lambda f: change(f, model_type="mixtral"), "model_type = 'mixtral'; accepted is llama, qwen2"),
     "pictures": (lambda f: change(f, model_type="gemma3"), "'gemma3': save its text part alone, as gemma3_text"),
     "code": (lambda f: change(f, auto_map={"AutoConfig": "x.Y"}), r"brings code of its own \(auto_map\)"),

@@ -4,10 +4,11 @@ All ranks, data x ring x Ulysses, are one ZeRO world. DeepSpeed averages gradien
 the loss is scaled so that what remains is the gradient of the mean over all valid targets. Called by `loop`, `probe`.
 """
 
+import io
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
@@ -54,12 +55,13 @@ class Engine:
                 deepspeed.utils.set_z3_leaf_module(module, True)
         numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
         away = "optimizer" in config.memory.offload
-        engine = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer_of([p for p in model.parameters() if p.requires_grad], config.optimizer, away=away),
-            config=deepspeed_config(config, batch, numel=numel),
-            dist_init_required=False,
-        )[0]
+        with redirect_stdout(io.StringIO()):  # in bfloat16 at ZeRO 1 it prints its memory, ten times
+            engine = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer_of([p for p in model.parameters() if p.requires_grad], config.optimizer, away=away),
+                config=deepspeed_config(config, batch, numel=numel),
+                dist_init_required=False,
+            )[0]
         if away and config.parallel.zero < 3:
             host_update.release_early(engine.optimizer)
         return engine

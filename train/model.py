@@ -34,6 +34,10 @@ UNDECLARED = {"qwen3_moe": ("head_dim",)}
 """architecture -> keys that its model reads though its config class does not declare them."""
 
 
+OLD_ROPE = ("rope_theta", "rope_scaling")
+"""Keys of config.json before transformers 5, which a folder of model.pretrained may still have."""
+
+
 class RingModel(nn.Module):
     """A causal language model that turns this rank's tokens into the sum of their losses.
 
@@ -99,6 +103,7 @@ def _check_keys(model: Model, known: set[str]) -> None:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(sorted(known))}"
+            hint = "[model.rope] says it" if key in OLD_ROPE else hint
             raise ValueError(f"model.config.{key} is not a key of {model.architecture!r}: {hint}")
 
 

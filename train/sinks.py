@@ -53,7 +53,7 @@ class JsonlSink:
             os.replace(partial, path)  # killed between the two moves below: it was whole
         rows = [row for row in _steps(path) if row["step"] <= after] if path.exists() else []
         self.evaluated = {row["step"] for row in rows if row["kind"] == "evaluation"}
-        self._file = partial.open("w", encoding="utf-8")
+        self._path, self._file = path, partial.open("w", encoding="utf-8")
         self._line(header)
         for row in rows:
             self._line(row)
@@ -69,11 +69,15 @@ class JsonlSink:
         self._line({"kind": "evaluation", **in_json(result.row())})
 
     def _line(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:  # which names no file where a disk is full
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self, *, failed: bool) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError) if failed else contextlib.nullcontext():  # it was raised by a line before
+            self._file.close()
 
 
 def _steps(path: Path) -> Iterator[dict[str, Any]]:

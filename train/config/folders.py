@@ -1,5 +1,6 @@
 """The folders that a configuration names: are they there, do they hold something, can they be written?"""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -24,6 +25,13 @@ def check_paths(config: Config, *, trains: bool = True) -> None:
     trains: whether [data] is read; otherwise a checkpoint is evaluated
     Apart from `load`, because a login node need not have them. Raises: ConfigError.
     """
+    try:
+        _check_all(config, trains=trains)
+    except OSError as error:  # of a folder above one of them, say
+        raise ConfigError(f"{str(error.filename)!r} cannot be looked at: {error.strerror}") from None
+
+
+def _check_all(config: Config, *, trains: bool) -> None:
     _check_writable(config.run_dir, f"metrics.dir = {config.metrics.dir!r}")
     if (config.run_dir / "metrics.jsonl").is_dir():
         raise ConfigError(f"{config.run_dir / 'metrics.jsonl'} is a folder: a file, or none, is accepted there")
@@ -71,5 +79,16 @@ def _check_source(source: Source, name: str) -> None:
         return
     if not place.is_dir():
         raise ConfigError(f"{name}.path = {source.path!r} is not {ACCEPTED[source.format]}")
-    if source.format != "datasets" and not any(file.is_file() for file in place.glob(source.glob)):
+    os.listdir(place)  # a glob takes what it may not read for empty
+    if source.format != "datasets" and not _holds(place, source.glob, name):
         raise ConfigError(f"{name}.path = {source.path!r} holds no file that fits {name}.pattern = {source.glob!r}")
+
+
+def _holds(folder: Path, pattern: str, name: str) -> bool:
+    try:
+        return any(file.is_file() for file in folder.glob(pattern))
+    except (ValueError, IndexError) as error:  # the second for "."
+        raise ConfigError(
+            f"{name}.pattern = {pattern!r} is no pattern of files ({error}): one like '**/*.txt', or '*.txt' for the "
+            "folder itself, is accepted"
+        ) from None

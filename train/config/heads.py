@@ -66,7 +66,7 @@ def read(folder: Path) -> dict[str, Head]:
             return _read_file(folder / SINGLE)
         places = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
         files = {name: _read_file(folder / name) for name in sorted(set(places.values()))}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"model.pretrained = {str(folder)!r}: its {INDEX} cannot be read: {error}") from None
@@ -96,7 +96,7 @@ def _read_file(path: Path) -> dict[str, Head]:
         end = max((head.stop for head in heads.values()), default=begin)
         if end != size:
             raise ValueError(f"its tensors end at byte {end}, it has {size}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return heads
 

@@ -66,10 +66,14 @@ def resolve(config: Config) -> Config:
 def read(folder: Path) -> dict[str, Any]:
     """The config.json of a folder. Raises: ConfigError if it is none, or if the folder holds no weights to read."""
     name = f"model.pretrained = {str(folder)!r}"
+    if not folder.is_dir():
+        raise ConfigError(f"{name} is not a folder: a local one with config.json and safetensors is accepted")
     try:
         table = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: its config.json cannot be read: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name}: its config.json holds no table but {type(table).__name__}")
     family = table.get("model_type")
     if "auto_map" in table:
         raise ConfigError(

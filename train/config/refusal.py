@@ -2,9 +2,10 @@
 
 import difflib
 import re
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 
 class ConfigError(ValueError):
@@ -79,9 +80,16 @@ def _keys(config: type[BaseModel]) -> dict[str, dict[str, str]]:
         if get_origin(annotation) is list:
             (annotation,) = get_args(annotation)
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            found[name] = {key: (info.description or "").strip() for key, info in annotation.model_fields.items()}
+            found[name] = {key: _meaning(info) for key, info in annotation.model_fields.items()}
             tables += [(f"{name}.{key}", info.annotation) for key, info in annotation.model_fields.items()]
     return found
+
+
+def _meaning(field: FieldInfo) -> str:
+    """What a key means, behind the words that it accepts if it accepts no others."""
+    words = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    accepted = [f"accepted is {', '.join(map(repr, words))};"] if words else []
+    return " ".join([*accepted, (field.description or "").strip()])
 
 
 def _toml_type(value: object) -> str:

@@ -5,6 +5,7 @@ what would be accepted. It looks at no file and no device, and may rely on the r
 """
 
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -79,6 +80,9 @@ SLURM_KEYS = {
 }
 """Options of sbatch that follow from other keys."""
 
+SLURM_SIGNAL_S = 65535
+"""Longest time before the end of a job at which `sbatch --signal` sends one. Source: its manual page."""
+
 
 def _check_launch(config: "Config") -> None:
     launch = config.launch
@@ -99,7 +103,22 @@ def _check_launch(config: "Config") -> None:
             raise ConfigError(f"launch.environment.{name} is set by torchrun for each process: leave it out")
 
 
+def _check_written_out(config: "Config") -> None:
+    """No shell reads the file: a folder of the name "~" or "$USER" would be made, and hold what was trained."""
+    for name, path in (("metrics.dir", config.metrics.dir), ("checkpoint.dir", config.checkpoint.dir)):
+        if path is not None and re.match(r"~|.*\$[A-Za-z_{]", path):
+            raise ConfigError(f"{name} = {path!r}: '~' and variables are not filled in; a path written out is accepted")
+
+
 def _check_slurm(config: "Config") -> None:
+    warned = config.checkpoint.every is not None and not any(
+        option.startswith("--signal=") for option in config.slurm.options
+    )
+    if config.launch.scheduler == "slurm" and warned and config.launch.stop_timeout_s > SLURM_SIGNAL_S:
+        raise ConfigError(
+            f"launch.stop_timeout_s = {config.launch.stop_timeout_s}: slurm warns at most {SLURM_SIGNAL_S} seconds "
+            "before the end"
+        )
     for option in config.slurm.options:
         name = option.partition("=")[0]
         if name in SLURM_KEYS:
@@ -140,6 +159,9 @@ def _check_vocabulary(config: "Config") -> None:
             f"model.config.vocab_size = {size} does not hold the tokenizer 'bytes': "
             f"at least {BYTE_VOCABULARY} is needed"
         )
+    padding = config.model.config.get("pad_token_id")
+    if type(padding) is int and not -size <= padding < size:
+        raise ConfigError(f"model.config.pad_token_id = {padding} is no id below model.config.vocab_size = {size}")
 
 
 def _check_refused(config: "Config") -> None:
@@ -361,6 +383,7 @@ def _check_rising(name: str, values: Sequence[float]) -> None:
 
 RULES: tuple[Callable[["Config"], None], ...] = (
     _check_launch,
+    _check_written_out,
     _check_slurm,
     _check_batch,
     _check_data,

@@ -12,6 +12,7 @@ Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[int, Field(ge=1, le=31_536_000)]  # a year: clocks and libraries overflow far behind it
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
@@ -182,7 +183,7 @@ class Train(Section):
     """Whether repeated runs give bitwise the same gradients."""
     max_nonfinite: Annotated[int, Field(ge=0)] = 0
     """Steps with a loss or gradient of NaN or infinity that are passed over, weights untouched; one more ends it."""
-    timeout_s: Count = 600
+    timeout_s: Seconds = 600
     """Seconds after which a rank that waits for another gives up."""
     self_test: bool = True
     """Whether the run starts with the probe that compares the engine's gradient with the closed form."""
@@ -290,9 +291,9 @@ class Launch(Section):
     """Name or address of the first machine; torchrun needs it when there are more."""
     master_port: Annotated[int, Field(ge=1, le=65535)] = 29500
     """Port on the first machine where several machines meet; one machine alone takes a free one."""
-    join_timeout_s: Count = 600
+    join_timeout_s: Seconds = 600
     """Seconds until all machines must have met."""
-    stop_timeout_s: Count = 300
+    stop_timeout_s: Seconds = 300
     """Seconds that a run told to stop has for the end of its step and a checkpoint; then it is killed."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """Times that torchrun starts all processes again after one has failed; each is a new start of the run."""

@@ -144,6 +144,8 @@ class JsonLines:
             raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start} of the line)") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON ({error.msg} at character {error.pos} of the line)") from None
+        except RecursionError:
+            raise ValueError("not JSON that can be read (brackets inside brackets, too many)") from None
         return _field_of(parsed, self._field)
 
     def name(self, row: Row) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config import Data
 from .sources import Documents, Row, documents_of
-from .tokens import Encoded, Encoder, Tokenizer, chat_encoder, id_encoder, text_encoder
+from .tokens import IGNORED, Encoded, Encoder, Tokenizer, chat_encoder, id_encoder, text_encoder
 
 POOL = 2**26
 """Bytes of neighbouring rows that are read and shuffled together."""
@@ -272,6 +272,7 @@ class Stream:
 
     The next document is one of the source that is furthest behind its weight in tokens, so the shares hold at every
     moment to within a document. Raises, with a state: ValueError if it was made by other files, another seed or order.
+    `next` raises ValueError for a source that holds no target.
     """
 
     def __init__(self, corpus: Corpus, *, length: int, seed: int, state: dict[str, Any] | None = None) -> None:
@@ -284,6 +285,8 @@ class Stream:
             Reader(corpus, i, Cursor(documents, seed=seed, index=i, shuffle=corpus.shuffle, state=saved[i]))
             for i, documents in enumerate(corpus.documents)
         ]
+        # what an epoch held before a position that was saved is not known
+        self._taught = [state is not None] * count
         # other weights begin a new account, or the source that gained would be read alone until it had caught up
         kept = state is not None and state["weights"] == corpus.weights
         self._tokens: list[int] = list(state["tokens"]) if state and kept else [0] * count
@@ -307,10 +310,18 @@ class Stream:
     def __next__(self) -> Piece:
         if not self._waiting:
             source = min(range(len(self._tokens)), key=lambda i: self._tokens[i] / self._corpus.weights[i])
+            epoch = self._readers[source].state()["epoch"]
             document = next(self._readers[source])
+            self._check_taught(source, document, begins=self._readers[source].state()["epoch"] != epoch)
             self._tokens[source] += len(document.ids)
             self._waiting.extend(cut(document, self._length))
         return self._waiting.popleft()
+
+    def _check_taught(self, source: int, document: Piece, *, begins: bool) -> None:
+        """Refuse a source whose epoch ended without a target. begins: whether a document is the first of an epoch."""
+        if begins and not self._taught[source]:
+            raise ValueError(f"source {source} of [data] holds nothing to train on: all of its documents are empty")
+        self._taught[source] = bool((document.labels != IGNORED).any()) or (self._taught[source] and not begins)
 
     def at(self, state: dict[str, Any]) -> "Stream":
         """The same stream where a state was taken. Raises: ValueError for a state of other data."""

@@ -158,6 +158,8 @@ def _encode_chat(tokenizer: FolderTokenizer, messages: Any) -> Encoded:
 
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError("a list of messages, each with a role, was expected")
+    if not messages:
+        raise ValueError("a list of messages was expected, found an empty one")
     try:
         ids, answers = tokenizer.encode_chat(messages)
     except (TemplateError, TypeError) as error:
