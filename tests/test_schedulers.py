@@ -153,7 +153,8 @@ def test_a_node_ends_with_what_its_ranks_say(scheduler, tmp_path, capsys, monkey
     executable(
         tmp_path / "python",
         f'if [[ $2 == *launch.node ]]; then shift 2; {real} "$@"; fi\nmkdir -p "$RINGFLASH_VERDICT_DIR"\n'
-        f'for rank in 0 1; do printf \'{left}\' $rank "$CODE" > "$RINGFLASH_VERDICT_DIR/rank$rank-$$.json"; done\nexit 1',
+        f'for rank in 0 1; do printf \'{left}\' $rank "$CODE" > "$RINGFLASH_VERDICT_DIR/rank$rank-$$.json"; done\n'
+        "exit 1",
     )
     executable(tmp_path / "srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
     text = dry_run(
