@@ -73,8 +73,9 @@ def measured(layers, tile, checkpoint, every, offload, mlp_width=96):
 
 
 def of_data(sizes, step):
-    """Bytes of the cosines, the sines and the positions."""
-    return LENGTH * (step.number_bytes * 2 * sizes.query_width // sizes.heads + 8)
+    """Bytes of the cosines, the sines and the positions, of which a checkpoint holds a copy."""
+    positions = 8 if step.memory.checkpoint == "none" else 16
+    return LENGTH * (step.number_bytes * 2 * sizes.query_width // sizes.heads + positions)
 
 
 def before_attention(parts, sizes, step):
