@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 import pytest
 import training
 
@@ -59,6 +62,19 @@ def test_gradient_probe_passes(pool, zero, dtype, mesh):
     changes = {"model": {"architecture": "llama", "dtype": dtype, "config": training.LLAMA}}
     config = training.config_of(".", mesh=mesh, zero=zero, data={"path": "stdlib"}, **changes)
     assert pool(4)(training.probe_gradient, config, None) == [None] * 4
+
+
+def printed(config) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        training.probe_gradient(config, None)
+    return out.getvalue()
+
+
+def test_nothing_stands_between_the_lines_of_steps(pool):
+    """In bfloat16 at ZeRO 1 DeepSpeed prints the memory of its optimizer, whatever its logger was told."""
+    model = {"architecture": "llama", "dtype": "bfloat16", "config": training.LLAMA}
+    config = training.config_of(".", mesh=(2, 2, 1), zero=1, data={"path": "stdlib"}, model=model)
+    assert pool(4)(printed, config) == [""] * 4
 
 
 @pytest.mark.parametrize("zero", ZERO)
