@@ -307,9 +307,7 @@ def _(
     return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-def _sinks_gradient(
-    sinks: Tensor | None, lse: Tensor, delta: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """[H] fp32, [0] without sinks, and delta as kernels take it. A sink is a key without a value: its dS is -P delta.
 
     Of a query that sees no key out is 0, whatever dout may hold, and NaN times 0 is NaN. Without sinks kernels tell

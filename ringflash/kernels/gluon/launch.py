@@ -232,7 +232,7 @@ def all_gradients(dout, q, k, v, lse, delta, view: View, dq, dk, dv, *, scale: f
     for entries, groups in parts(batch, k.shape[2], 4 * num_rows * group * width):
         heads = slice(groups.start * group, groups.stop * group)
         mine = dq[entries, :, heads]
-        if sums is None:
+        if sums is None:  # the first part is the largest
             sums = torch.empty(mine.shape, dtype=torch.float32, device=dq.device)
         total = sums[: mine.shape[0], :, : mine.shape[2]].zero_()
         some_k, some_v, *grads = (x[entries, :, groups] for x in (k, v, dk, dv))
