@@ -125,13 +125,14 @@ def work(case: Case) -> Work:
     borders = np.array(documents(case.seq_len) if case.mask == "documents" else [0, case.seq_len])
     segments = LAYOUTS[LAYOUT_OF[case.mask]].segments(case.seq_len, case.ranks, 1, Documents(borders, True))
     plan = routes.Plan(segments, case.rank, lo, hi, arrangement=case.arrangement)
-    views = [view for view in plan.forward.views if view]
-    keys = np.concatenate([view.k_segments for view in views])
+    keys = np.concatenate([view.k_segments for view in plan.forward.views if view])
     keys = keys[np.argsort(keys[:, 0])]
-    new = np.append(True, keys[1:, 0] != keys[:-1].sum(1))
-    joined = np.stack((keys[new, 0], np.add.reduceat(keys[:, 1], np.flatnonzero(new))), 1)
-    count, nothing = int(keys[:, 1].sum()), Rows(np.zeros((0, 2), np.int64), 0)
-    view = mask.View(views[0].lo, views[0].hi, views[0].q_segments, joined)
+    ends = np.maximum.accumulate(keys.sum(1))  # two visits of a gather may both name a key
+    new = np.flatnonzero(np.append(True, keys[1:, 0] > ends[:-1]))
+    joined = np.stack((keys[new, 0], np.maximum.reduceat(ends, new) - keys[new, 0]), 1)
+    count, nothing = int(joined[:, 1].sum()), Rows(np.zeros((0, 2), np.int64), 0)
+    rows = mask.positions(segments[case.rank])
+    view = mask.View(lo[rows], hi[rows], segments[case.rank], joined)
     visit = trips.Visit(view, True, trips.WHOLE, count, (), 0, nothing, nothing, ())
     one = OneLaunch(trips.Route("keys", (0,), (visit,), (), nothing))
     return Work(plan, one, count, makespan.pairs(segments, lo, hi))
@@ -177,6 +178,8 @@ class Timed:
     def __init__(self, kernel: Kernel, mark: Callable[[], Callable[[], float]]) -> None:
         self._kernel, self._mark = kernel, mark
         self.delta = kernel.delta
+        if hasattr(kernel, "SHARES_ROWS"):
+            self.SHARES_ROWS = True
         self.marks: list[tuple] = []
 
     def _noted(self, run: Callable, *args, **given) -> None:

@@ -2,7 +2,9 @@
 
 Nothing is carried from hop to hop and nothing is summed but what comes home. So that messages are hidden all the same,
 heads are worked on in sections: while one is computed, the blocks of the next one arrive and the gradients of the one
-before go home. `Gathered` is to `travel.Blocks` what `Returned` is to `travel.Sums`. Called by `ring`.
+before go home. Own rows with which no other rank has to do, of whole documents say, are no part of the block: they are
+computed where they are, while it is on its way. `Gathered` is to `travel.Blocks` what `Returned` is to `travel.Sums`.
+Called by `ring`.
 
 Letters: B batch, L local tokens, n rows, H query heads, G key/value heads, D head dimension, F gradients of a block.
 """
@@ -11,14 +13,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from .exchange import Messages, Pending, Transport
-from .kernels import Kernel, State
+from .kernels import Kernel, State, sharing
 from .lanes import Lane, Lanes, of_heads
-from .travel import Loan, Pool, Record, add, in_units, put, take
-from .trips import Message, Route
+from .mask import View
+from .travel import Loan, Pool, Record, add, in_units, move, put, take
+from .trips import Message, Route, Visit
 
 MAX_SECTIONS = 2
 """Of the heads. Four were slower where it was measured, on 2 GPUs and on one; see `docs/decisions.md`."""
@@ -35,14 +39,29 @@ def sections_of(
 ) -> Lanes:  # fmt: skip
     """Equal sections of the heads, every other one on a second stream. q: [B, L, H, D]; k: [B, L, G, D]"""
     assert transport is not None
-    heads, groups = q.shape[2], k.shape[2]
-    pairs = route.pairs * heads
+    pairs = route.pairs * q.shape[2]
     most = 1 if backward and pairs > LONG_PAIRS else min(MAX_SECTIONS, max(1, pairs // SECTION_PAIRS))
-    count = next(n for n in range(most, 0, -1) if groups % n == 0)
-    second = transport.second_stream(q.device) if count > 1 else None
-    queries, keys = ([slice(i * n // count, (i + 1) * n // count) for i in range(count)] for n in (heads, groups))
-    streams = [second if i % 2 else None for i in range(count)]
-    return Lanes(list(map(Lane, queries, keys, streams)), transport, q.device)
+    count = next(n for n in range(most, 0, -1) if k.shape[2] % n == 0)
+    second = transport.second_stream(q.device) if count > 1 or own_of(route) else None
+    sections = equal(q, k, [second if i % 2 else None for i in range(count)])
+    return Lanes(sections, transport, q.device, second)
+
+
+def equal(q: torch.Tensor, k: torch.Tensor, streams: Sequence[torch.cuda.Stream | None]) -> list[Lane]:
+    """As many heads on each of these streams."""
+    count, heads = len(streams), (q.shape[2], k.shape[2])
+    queries, keys = ([slice(i * n // count, (i + 1) * n // count) for i in range(count)] for n in heads)
+    return list(map(Lane, queries, keys, streams))
+
+
+def own_of(route: Route) -> View | None:
+    """What is computed of own rows with which no other rank has to do."""
+    return next((visit.view for visit in route.visits if visit.own), None)
+
+
+def joined_of(route: Route) -> Visit | None:
+    """The visit to all others; None where this rank sends nothing and gets nothing."""
+    return next((visit for visit in route.visits if not visit.own), None)
 
 
 def leaving(block: torch.Tensor, messages: Sequence[Message]) -> Messages:
@@ -63,22 +82,35 @@ def coming(room: torch.Tensor, message: Message) -> Messages:
     return [(message.peer, x) for x in pieces or [room]]
 
 
+class Asked(NamedTuple):
+    """A section's block, what is under way to it, what is to be put there when it is here, and what is sent."""
+
+    block: Loan
+    pending: list[Pending]
+    loose: list[tuple[Loan, Message]]
+    sends: Messages
+
+
 class Gathered:
     """The blocks of all sections, one after the other; that of the next one is on its way when one is handed out.
 
-    Own rows are copied between those of others, and leave from there. A rank without messages has but its own.
+    Own rows are copied between those of others, and leave from there. A rank without messages has no block.
+    ahead: sections whose messages are posted now
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], route: Route, lanes: Lanes) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], route: Route, lanes: Lanes, ahead: int) -> None:
         assert route.joined is not None
         self._tensors, self._route, self._lanes, self._own = tensors, route, lanes, route.joined
         self._device = tensors[0].device
         self._record = Record(self._of(lanes.all[0]))
-        (visit,), row = route.visits, [self._record.num_bytes]
-        self._count = visit.count
-        self._pool = Pool(visit.count, row, torch.uint8, self._device)
+        visit, row = joined_of(route), [self._record.num_bytes]
+        self._count = visit.count if visit else 0
+        self._pool = Pool(self._count, row, torch.uint8, self._device)
         loose = [one.rows.count for trip in route.trips for one in trip.receives if not one.pieces]
         self._loose = Pool(max(loose, default=0), row, torch.uint8, self._device)
+        self._sections = lanes.all if visit else ()
+        self._num_asked, self._under_way = 0, list[Asked]()
+        self._ask_for(self._sections[:ahead])
 
     def _of(self, lane: Lane) -> list[torch.Tensor]:
         heads = lane.heads(self._route.what)
@@ -86,15 +118,9 @@ class Gathered:
 
     def __iter__(self) -> Iterator[tuple[Lane, list[torch.Tensor]]]:
         """Each section with its tensors, [B, n, heads, D] or [B, heads, n], to be used on its stream."""
-        sections = self._lanes.all
-        if not self._route.trips:  # no copy, for no lane would wait for it
-            yield from ((lane, self._of(lane)) for lane in sections)
-            return
-        under_way = [self._ask(sections[0])]
-        for i, lane in enumerate(sections):
-            if i + 1 < len(sections):
-                under_way.append(self._ask(sections[i + 1]))
-            block, pending, loose, _ = under_way.pop(0)
+        for i, lane in enumerate(self._sections):
+            self._ask_for(self._sections[: i + 2])
+            block, pending, loose, _ = self._under_way.pop(0)
             with lane.on():
                 for each in pending:
                     each.wait()
@@ -105,13 +131,18 @@ class Gathered:
             yield lane, self._record.read(block.buffer[: self._count])
             block.let_go()
 
-    def _ask(self, lane: Lane) -> tuple[Loan, list[Pending], list[tuple[Loan, Message]], Messages]:
-        """Post the messages of a section: its block, what is under way, what is to be put there, what is sent."""
+    def _ask_for(self, sections: Sequence[Lane]) -> None:
+        for lane in sections[self._num_asked :]:
+            self._under_way.append(self._ask(lane))
+            self._num_asked += 1
+
+    def _ask(self, lane: Lane) -> Asked:
+        """Post the messages of a section."""
         loan, pending, loose = Loan(self._pool, 1), [], []
         sends: Messages = []
         block = loan.buffer[: self._count]
         with self._lanes.beside():
-            self._record.put(self._of(lane), self._own, block)
+            self._record.put(self._of(lane), self._route.home, self._own, block)
             for trip in self._route.trips:
                 receives: list[tuple[int, torch.Tensor]] = []
                 for one in trip.receives:
@@ -122,20 +153,21 @@ class Gathered:
                         receives.append((one.peer, loose[-1][0].buffer[: one.rows.count]))
                 sends = leaving(block, trip.sends)
                 pending.append(self._lanes.transport.post(sends, receives, trip.what))
-        return loan, pending, loose, sends
+        return Asked(loan, pending, loose, sends)
 
 
 class Returned:
     """The gradients of the blocks of all sections: others' rows go home, and what comes home is added to the own ones.
 
-    into: where those of the own rows go, [B, L, H, D] each, summed in fp32 and rounded once
+    into: where those of the own rows in the block go, [B, L, H, D] each, summed in fp32 and rounded once
     transit: the type in which gradients travel
     """
 
     def __init__(self, into: Sequence[torch.Tensor], route: Route, lanes: Lanes, transit: torch.dtype) -> None:
         assert route.joined is not None
         self._into, self._route, self._lanes, self._own, self._transit = into, route, lanes, route.joined, transit
-        (visit,) = route.visits
+        visit = joined_of(route)
+        assert visit is not None
         self._count, self._trips = visit.count, visit.returns
         # those of the same rows one behind the other, so that they are added up in one pass
         received = sorted((one for trip in self._trips for one in trip.receives), key=_rows)
@@ -189,11 +221,8 @@ class Returned:
                 if not message.pieces:
                     add(block, message.rows, values)
             arriving.let_go()
-            own = [(here, block[there]) for here, there in self._own.places()]
             for f, x in enumerate(self._into):
-                rows = x[:, :, lane.heads(self._route.what)].movedim(1, 0)
-                for here, values in own or [(slice(None), take(block, self._own))]:
-                    rows[here].copy_(values[:, f])
+                move(x[:, :, lane.heads(self._route.what)].movedim(1, 0), self._route.home, block[:, f], self._own)
         loan.let_go()
         self._before = None
 
@@ -203,26 +232,33 @@ def forward(
     scale: float, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `ring.forward`."""
-    (visit,), (batch, length, heads, _) = route.visits, q.shape
-    lanes, view = sections_of(q, k, route, transport, backward=False), visit.view
-    fill = torch.empty if view else torch.zeros
-    out = fill(q.shape, dtype=q.dtype, device=q.device)
+    batch, length, heads, _ = q.shape
+    lanes, own, joined = sections_of(q, k, route, transport, backward=False), own_of(route), joined_of(route)
+    blind = route.blind or not any(route.views)
+    out = (torch.zeros if blind else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     if sinks is not None:  # a state that has seen one key, whose value is 0
         lse.copy_(sinks[:, None].expand_as(lse))
-    elif view is None:
+    elif blind:
         lse.fill_(-torch.inf)
+
+    def compute(lane: Lane, view: View, k: torch.Tensor, v: torch.Tensor) -> None:
+        with lane.on():
+            mine, rows = q[:, :, lane.queries], lse[:, lane.queries].contiguous()  # the same, or of few numbers
+            acc = None if sinks is None else torch.zeros(mine.shape, dtype=torch.float32, device=q.device)
+            state = State(acc, out[:, :, lane.queries], rows)
+            sharing.forward(kernel, mine, k, v, view, state, scale=scale, first=sinks is None, last=True)
+            if rows.data_ptr() != lse[:, lane.queries].data_ptr():
+                lse[:, lane.queries].copy_(rows)
+
     with lanes.together():
-        for lane, (k_all, v_all) in Gathered([k, v], route, lanes):
-            if view is None:
-                continue
-            with lane.on():
-                mine, rows = q[:, :, lane.queries], lse[:, lane.queries].contiguous()  # the same, or of few numbers
-                acc = None if sinks is None else torch.zeros(mine.shape, dtype=torch.float32, device=q.device)
-                state = State(acc, out[:, :, lane.queries], rows)
-                kernel.forward(mine, k_all, v_all, view, state, scale=scale, first=sinks is None, last=True)
-                if rows.data_ptr() != lse[:, lane.queries].data_ptr():
-                    lse[:, lane.queries].copy_(rows)
+        gathered = Gathered([k, v], route, lanes, ahead=len(lanes.all) if own else 1)
+        if own:
+            (beside,) = equal(q, k, [lanes.second])
+            compute(beside, own, k, v)
+        for lane, (k_all, v_all) in gathered:
+            if joined and joined.view:
+                compute(lane, joined.view, k_all, v_all)
     return out, lse
 
 
@@ -230,29 +266,60 @@ def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
     route: Route, transport: Transport | None, run: Callable[..., None], *, rounded: bool, transit: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See `ring.backward`. run: the kernel's, with all that is the same in every call"""
-    (visit,) = route.visits
-    lanes, view = sections_of(q, k, route, transport, backward=True), visit.view
+    """See `ring.backward`. run: `sharing.backward`, with all that is the same in every call"""
+    lanes, own, joined = sections_of(q, k, route, transport, backward=True), own_of(route), joined_of(route)
     keys_travel = route.what == "keys"
     dtype = k.dtype if rounded else torch.float32
-    make = torch.empty if view else torch.zeros
-    dq = (torch.zeros if q.dtype == torch.float32 else make)(q.shape, dtype=q.dtype, device=q.device)
+    blind = route.blind or not any(route.views)
+    make = torch.zeros if blind else torch.empty
     dk, dv = (make(k.shape, dtype=dtype, device=k.device) for _ in range(2))
+    # two visits add to one sum
+    dq_dtype = torch.float32 if own and joined else q.dtype
+    dq = (torch.zeros if dq_dtype == torch.float32 else make)(q.shape, dtype=dq_dtype, device=q.device)
     travelling, into = ((k, v), (dk, dv)) if keys_travel else ((q, dout, lse, delta), (dq,))
-    returned = Returned(into, route, lanes, transit)
+
+    def compute_own(lane: Lane) -> None:
+        with lane.on():
+            *queries, some_dq = of_heads(lane.queries, dout, q, lse, delta, dq)
+            keys, grads = of_heads(lane.keys, k, v), of_heads(lane.keys, dk, dv)
+            run(*queries[:2], *keys, *queries[2:], own, some_dq, *grads)
+
     with lanes.together():
-        for lane, block in Gathered(travelling, route, lanes):
+        gathered = Gathered(travelling, route, lanes, ahead=len(lanes.all) if own else 1)
+        early, late = own_lanes(q, k, own, lanes, halves=joined is not None) if own else ([], [])
+        for lane in early:
+            compute_own(lane)
+        returned = Returned(into, route, lanes, transit) if joined else None
+        for lane, block in gathered:
+            assert joined is not None and returned is not None
             loan, grads = returned.fresh()
             with lane.on():
-                if view is None:
+                if joined.view is None:
                     loan.buffer.zero_()
                 elif keys_travel:
                     mine = of_heads(lane.queries, dout, q, lse, delta, dq)
-                    run(*mine[:2], *block, *mine[2:4], view, mine[4], *grads)
+                    run(*mine[:2], *block, *mine[2:4], joined.view, mine[4], *grads)
                 else:
                     q_all, dout_all, lse_all, delta_all = (x if x.dim() == 4 else x.contiguous() for x in block)
                     mine = of_heads(lane.keys, k, v, dk, dv)
-                    run(dout_all, q_all, *mine[:2], lse_all, delta_all, view, grads[0].zero_(), *mine[2:])
+                    run(dout_all, q_all, *mine[:2], lse_all, delta_all, joined.view, grads[0].zero_(), *mine[2:])
             returned.pass_on(lane, loan)
-        returned.finish()
-    return dq, dk, dv
+        for lane in late:
+            compute_own(lane)
+        if returned:
+            returned.finish()
+    return dq.to(q.dtype), dk, dv
+
+
+def own_lanes(
+    q: torch.Tensor, k: torch.Tensor, own: View, lanes: Lanes, *, halves: bool
+) -> tuple[list[Lane], list[Lane]]:  # fmt: skip
+    """Where own rows are computed before the sections, and behind them: half of the heads, where they are worth it.
+
+    Under the first what is sent for the sections arrives, and under the second their gradients go home.
+    """
+    pairs = own.memo("pairs", own.pairs) * q.shape[2]
+    if halves and k.shape[2] % 2 == 0 and pairs >= 2 * SECTION_PAIRS:
+        early, late = equal(q, k, [lanes.second, None])
+        return [early], [late]
+    return equal(q, k, [lanes.second]), []

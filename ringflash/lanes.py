@@ -42,12 +42,19 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of one call. The first is that of the caller; it begins and ends with all others: see `together`."""
+    """The lanes of one call. The first is that of the caller; it begins and ends with all others: see `together`.
 
-    def __init__(self, lanes: Sequence[Lane], transport: Transport | None, device: torch.device) -> None:
-        self.all = tuple(lanes)
+    second: a stream on which the caller works beside his lanes, too
+    """
+
+    def __init__(
+        self, lanes: Sequence[Lane], transport: Transport | None, device: torch.device,
+        second: torch.cuda.Stream | None = None,
+    ) -> None:  # fmt: skip
+        self.all, self.second = tuple(lanes), second
         self._transport, self._device = transport, device
-        self._others = list(dict.fromkeys(lane.stream for lane in lanes if lane.stream is not None))
+        streams = [*(lane.stream for lane in lanes), second]
+        self._others = list(dict.fromkeys(stream for stream in streams if stream is not None))
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -83,6 +83,11 @@ def cut(segments: Segments, block: int) -> np.ndarray:
     return np.stack((np.repeat(before, tiles) + offset, np.repeat(starts, tiles) + offset, count), 1).astype(np.int32)
 
 
+def cut_at(segments: Segments, where: np.ndarray) -> Segments:
+    """The same tokens in more segments: one also begins at each of these global positions."""
+    return _split(segments, _rows_at(segments, where))
+
+
 def _split(segments: Segments, rows: np.ndarray) -> Segments:
     """The same tokens in more segments: one also begins at each of these local rows."""
     starts, counts = segments[:, 0], segments[:, 1]
@@ -143,12 +148,16 @@ class View:
 
     lo, hi: int32 [L]: the interval of each local query, in global key positions
     q_segments, k_segments: where the local queries and the visiting keys stand in the sequence
+    shares_queries, shares_keys: other views have their part in these rows, whole segments each: what belongs to a
+        segment that sees nothing here, or that nobody sees here, is left alone by a kernel with `SHARES_ROWS`
     """
 
     lo: np.ndarray
     hi: np.ndarray
     q_segments: Segments
     k_segments: Segments
+    shares_queries: bool = False
+    shares_keys: bool = False
     _made: dict = field(default_factory=dict, repr=False)
 
     def memo(self, key, make):
@@ -159,11 +168,13 @@ class View:
 
     def of_rows(self, rows: slice) -> View:
         """What these local queries see of all the keys."""
-        return View(self.lo[rows], self.hi[rows], part_of(self.q_segments, rows), self.k_segments)
+        lo, hi, segments = self.lo[rows], self.hi[rows], part_of(self.q_segments, rows)
+        return View(lo, hi, segments, self.k_segments, self.shares_queries, self.shares_keys)
 
     def of_keys(self, keys: slice) -> View:
         """What all queries see of these of the visiting keys."""
-        return View(self.lo, self.hi, self.q_segments, part_of(self.k_segments, keys))
+        segments = part_of(self.k_segments, keys)
+        return View(self.lo, self.hi, self.q_segments, segments, self.shares_queries, self.shares_keys)
 
     def key_positions(self, device: torch.device) -> torch.Tensor:
         """int32 [number of visiting keys]: the global position of each."""
@@ -194,7 +205,7 @@ class View:
         jumps = np.flatnonzero(np.diff(self.lo) > 1) + 1
         runs = np.diff(np.concatenate(([0], jumps, [len(self.lo)]))) >= long
         ends = jumps[runs[:-1] | runs[1:]]
-        return _split(self.q_segments, ends), _split(self.k_segments, _rows_at(self.k_segments, self.lo[ends]))
+        return _split(self.q_segments, ends), cut_at(self.k_segments, self.lo[ends])
 
     def _tiles(self, block_q: int, block_k: int, aligned: bool) -> Tiles:
         q_segments, k_segments = self.q_segments, self.k_segments
@@ -228,6 +239,15 @@ class View:
         at = positions(self.k_segments)
         seen = np.searchsorted(at, self.hi) - np.searchsorted(at, self.lo)
         return int(np.maximum(seen, 0).sum())
+
+    def keys_seen(self) -> np.ndarray:
+        """bool [number of visiting keys]: does any of these queries see it?"""
+        at = positions(self.k_segments)
+        filled = self.lo < self.hi
+        changes = np.zeros(len(at) + 1, np.int64)
+        np.add.at(changes, np.searchsorted(at, self.lo[filled]), 1)
+        np.add.at(changes, np.searchsorted(at, self.hi[filled]), -1)
+        return changes[:-1].cumsum() > 0
 
 
 @dataclass(frozen=True, eq=False)

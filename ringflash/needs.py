@@ -18,6 +18,7 @@ from .arrangements import Geometry
 from .mask import Segments, positions
 
 FEW = 4  # runs that are copied, or sent, one by one; of more an index is made, or one message
+MANY = 12  # runs of two blocks beside each other that are still copied one by one: by index they are copied twice
 NOBODY = np.zeros(0, np.int64)  # no elements
 
 
@@ -54,6 +55,23 @@ class Rows:
             runs = zip(begin, self.runs.tolist(), strict=True) if few(self.runs) else ()
             self._made["places"] = [(slice(b, b + n), slice(a, a + n)) for b, (a, n) in runs]
         return self._made["places"]
+
+    def beside(self, other: Rows) -> list[tuple[slice, slice]]:
+        """(in this block, in the other) of the same rows, run by run, where runs of both go on; [] if they are not few.
+
+        other: as many rows of another block. Made once for each.
+        """
+        if ("beside", id(other)) not in self._made:
+            ends = [np.append(0, rows.runs[:, 1].cumsum()) for rows in (self, other)]
+            edges = np.unique(np.concatenate(ends))
+            places = []
+            for rows, end in zip((self, other), ends, strict=True):
+                run = np.searchsorted(end, edges[:-1], "right") - 1
+                places.append((rows.runs[run, 0] + edges[:-1] - end[run]).tolist())
+            runs = zip(*places, np.diff(edges).tolist(), strict=True) if len(edges) <= MANY else ()
+            made = [(slice(a, a + n), slice(b, b + n)) for a, b, n in runs]
+            self._made["beside", id(other)] = (other, made)  # kept, so that no other gets its id
+        return self._made["beside", id(other)][1]
 
     def index(self, device: torch.device) -> torch.Tensor:
         """int64 [count] on a device, made once."""
@@ -138,15 +156,35 @@ def _joined(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     return np.stack((begin[np.concatenate(([0], breaks + 1))], end[np.append(breaks, len(end) - 1)]), 1)
 
 
-def needs_of(what: str, lo: np.ndarray, hi: np.ndarray, segments: list[Segments]) -> Needs:
+def undivided(lo: np.ndarray, hi: np.ndarray, segments: list[Segments]) -> np.ndarray:
+    """Parts of the sequence that see nothing of the rest, and of which it sees nothing, where one rank has all of them.
+
+    A whole document, say. int64 [n, 2] (begin, end), ascending, joined where they touch.
+    """
+    where = np.arange(1, len(lo), dtype=lo.dtype)
+    cuts = np.flatnonzero((lo[1:] >= where) & (hi[:-1] <= where)) + 1
+    begin, end = np.append(0, cuts), np.append(cuts, len(lo))
+    parts, owners = np.concatenate(segments), np.repeat(np.arange(len(segments)), [len(part) for part in segments])
+    order = np.argsort(parts[:, 0], kind="stable")
+    first = np.flatnonzero(np.diff(owners[order], prepend=-1))
+    starts = parts[order, 0][first]
+    ends = np.append(starts[1:], len(lo))
+    held = end <= ends[np.searchsorted(starts, begin, "right") - 1]
+    return _joined(begin[held], end[held])
+
+
+def needs_of(
+    what: str, lo: np.ndarray, hi: np.ndarray, segments: list[Segments], borders: np.ndarray = NOBODY
+) -> Needs:  # fmt: skip
     """Which keys each rank needs for its queries, or which queries for its keys.
 
     lo, hi: int32 [S], the intervals of the whole sequence; segments: of every ring rank
+    borders: positions at which no element goes on
     """
-    extra = NOBODY
+    extra = borders
     if what == "queries":
         runs = runs_of_queries(lo, hi, segments)
-        extra = np.flatnonzero(np.diff(lo < hi)) + 1
+        extra = np.concatenate((borders, np.flatnonzero(np.diff(lo < hi)) + 1))
     else:
         runs = runs_of_keys(lo, hi, segments)
     parts = np.concatenate(segments)
@@ -155,14 +193,14 @@ def needs_of(what: str, lo: np.ndarray, hi: np.ndarray, segments: list[Segments]
     owners = np.repeat(np.arange(len(segments)), [len(part) for part in segments])
     order = np.argsort(parts[:, 0], kind="stable")
     owner = owners[order[np.searchsorted(parts[order, 0], start, "right") - 1]]
-    seen = np.stack([_inside(start, run) for run in runs])
+    seen = np.stack([inside(start, run) for run in runs])
     if what == "queries":
         seen &= (lo < hi)[start]
     return Needs(owner, start, np.diff(edges), seen)
 
 
-def _inside(start: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """bool: does each element lie in a run?"""
+def inside(start: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    """bool: does what starts at each of these positions lie in a run?"""
     if not len(runs):
         return np.zeros(len(start), bool)
     at = np.searchsorted(runs[:, 0], start, "right") - 1

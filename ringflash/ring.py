@@ -21,7 +21,7 @@ import torch
 
 from . import gathering
 from .exchange import Transport
-from .kernels import Kernel, State
+from .kernels import Kernel, State, sharing
 from .lanes import Lane, Lanes, lanes_of, of_heads, one_lane
 from .mask import View
 from .travel import Blocks, Sums
@@ -78,7 +78,7 @@ def backward(
     transit: the type of gradients under way, fp32 or bf16; sums are fp32
     returns dq [B, L, H, D] and dk, dv [B, L, G, D], in q's type, summed in fp32 and rounded once, if at all
     """
-    run = functools.partial(kernel.backward, scale=scale, deterministic=deterministic)
+    run = functools.partial(sharing.backward, kernel, scale=scale, deterministic=deterministic)
     if not route.travels:
         dtype = k.dtype if rounded else torch.float32
         dk, dv = (torch.empty(k.shape, dtype=dtype, device=k.device) for _ in range(2))

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from .arrangements import ARRANGEMENTS, AT_ONCE, HOME, Geometry
-from .mask import Segments, View, plan_one_device, positions
-from .needs import NOBODY, Needs, Rows, few, needs_of
+from .mask import Segments, View, cut_at, plan_one_device, positions
+from .needs import NOBODY, Needs, Rows, few, inside, needs_of, undivided
 from .trips import FIRST, REST, WHOLE, Message, Route, Trip, Visit
 
 UNIT_BYTES = 16  # what TMA wants of starts and strides: parts of a row of bytes begin at multiples of it
@@ -204,8 +204,13 @@ class Plan:
 
     def travel(self, what: str, *, down: bool) -> Travel:
         """What travels, for all ranks."""
-        needs = self._memo(what, lambda: needs_of(what, self._lo, self._hi, self._segments))
+        borders = self._undivided.ravel() if self._arrangement in AT_ONCE else NOBODY
+        needs = self._memo(what, lambda: needs_of(what, self._lo, self._hi, self._segments, borders))
         return self._memo((what, down), lambda: Travel(needs, self.geometry, self._arrangement, down=down))
+
+    @cached_property
+    def _undivided(self) -> np.ndarray:
+        return undivided(self._lo, self._hi, self._segments)
 
     @cached_property
     def forward(self) -> Route:
@@ -259,32 +264,87 @@ class Plan:
         return Route(what, tuple(travel.hops), tuple(visits), walk.trips(HOME), home)
 
     def _joined(self, what: str, travel: Travel, walk: Walk) -> Route:
-        """One visit to all that this rank needs, with its own rows between those of others."""
+        """One visit to the own rows that are undivided, see `needs`, one to the others between those of other ranks.
+
+        A rank without messages has but its own rows.
+        """
         needs, own = travel.needs, walk.owned[self.rank]
-        block = np.union1d(own, walk.here(travel.kept, 0))
-        everything, count = needs.rows(block, block), int(needs.length[block].sum())
-        view = self._view(what, needs, block) if needs.seen[self.rank, block].any() else None
+        apart = inside(needs.start[own], self._undivided)
+        apart &= needs.seen[self.rank, own[apart]].any()  # what sees nothing is no visit
+        block = np.union1d(own[~apart], walk.here(travel.kept, 0))
         goes, comes = walk.exchanged(travel.kept, block)
         back, away = walk.exchanged(travel.carried, block)  # gradients go the other way
         trip = Trip(0, goes, comes, False, f"{walk.what} for all hops")
         home = Trip(HOME, away, back, False, "gradients home from all hops")
         trips, returns = ((one,) if one.sends or one.receives else () for one in (trip, home))
-        visit = Visit(view, False, WHOLE, count, (), count, everything, everything, returns)
-        seen = np.maximum(self._hi - self._lo, 0).sum(dtype=np.int64)
-        joined, pairs = needs.rows(own, block), int(seen) // self.geometry.size
-        return Route(what, tuple(travel.hops), (visit,), trips, needs.rows(own, own), joined, pairs)
+        visits, nothing, count = [], Rows(np.zeros((0, 2), np.int64), 0), int(needs.length[own].sum())
+        is_seen = lambda elements: bool(needs.seen[self.rank, elements].any())  # noqa: E731
+        if not trips:
+            view = self._view(what, needs, own) if is_seen(own) else None
+            visits.append(Visit(view, True, WHOLE, count, (), 0, nothing, nothing, ()))
+        elif apart.any():
+            visits.append(Visit(self._own_view(), True, WHOLE, count, (), 0, nothing, nothing, ()))
+        if trips:
+            view = self._view(what, needs, block, shares=bool(apart.any())) if is_seen(block) else None
+            everything = needs.rows(block, block)
+            total = everything.count
+            visits.append(Visit(view, False, WHOLE, total, (), total, everything, everything, returns))
+        left, joined = needs.rows(own[~apart], own), needs.rows(own[~apart], block)
+        pairs, blind = self._shared_pairs() // self.geometry.size, len(visits) > 1 and self._is_blind()
+        return Route(what, tuple(travel.hops), tuple(visits), trips, left, joined, pairs, blind)
 
-    def _view(self, what: str, needs: Needs, elements: np.ndarray) -> View:
-        """The own queries and these keys, or these queries and the own keys; one object for equal ones."""
-        block, own = needs.segments(elements), self._segments[self.rank]
+    def _shared_pairs(self) -> int:
+        """What all ranks see together, without what is one rank's alone."""
+        seen = np.append(0, np.cumsum(np.maximum(self._hi.astype(np.int64) - self._lo, 0)))
+        return int(seen[-1] - (seen[self._undivided[:, 1]] - seen[self._undivided[:, 0]]).sum())
+
+    def _is_blind(self) -> bool:
+        """Does any own row see nothing, or is seen by nobody?"""
+        rows = positions(self._segments[self.rank])
+        needs = self.travel("keys", down=False).needs
+        seen = needs.seen[:, needs.owner == self.rank].any(0).all()
+        return bool((self._lo[rows] >= self._hi[rows]).any() or not seen)
+
+    def _own_view(self) -> View:
+        """The own queries and the own keys, of which only the undivided ones see anything."""
+        lo, hi = self._bounds(undivided=True)
+        return self._memo("own", lambda: View(lo, hi, self._cut, self._cut, shares_queries=True, shares_keys=True))
+
+    @cached_property
+    def _cut(self) -> Segments:
+        """The own segments, cut where undivided parts of the sequence begin and end."""
+        return cut_at(self._segments[self.rank], self._undivided.ravel())
+
+    def _bounds(self, *, undivided: bool) -> tuple[np.ndarray, np.ndarray]:
+        """lo and hi of the own rows, where only the undivided ones see anything, or only the others."""
+
+        def make() -> tuple[np.ndarray, np.ndarray]:
+            rows = positions(self._cut)
+            lo, hi = self._lo[rows], self._hi[rows]
+            see = np.where(inside(rows, self._undivided) == undivided, hi, lo)
+            return lo, np.maximum.accumulate(see)  # ends never fall; one that is raised is at most its row's lo
+
+        return self._memo(("bounds", undivided), make)
+
+    def _view(self, what: str, needs: Needs, elements: np.ndarray, *, shares: bool = False) -> View:
+        """The own queries and these keys, or these queries and the own keys; one object for equal ones.
+
+        shares: own rows that are undivided belong to another view
+        """
+        block, own = needs.segments(elements), self._cut if shares else self._segments[self.rank]
         queries, keys = (own, block) if what == "keys" else (block, own)
+        if shares and what == "keys":
+            lo, hi = self._bounds(undivided=False)
+            return self._memo(("shared", keys.tobytes()), lambda: View(lo, hi, queries, keys, shares_queries=True))
 
         def bounds() -> tuple[np.ndarray, np.ndarray]:
             rows = positions(queries)
             return self._lo[rows], self._hi[rows]
 
         lo, hi = self._memo(queries.tobytes(), bounds)
-        return self._memo((queries.tobytes(), keys.tobytes()), lambda: View(lo, hi, queries, keys))
+        return self._memo(
+            (queries.tobytes(), keys.tobytes(), shares), lambda: View(lo, hi, queries, keys, shares_keys=shares)
+        )
 
 
 def with_rest(route: Route) -> Route:
@@ -293,7 +353,7 @@ def with_rest(route: Route) -> Route:
     Where a ring has one lane there is nothing left for it.
     """
     own = next((visit for visit in route.visits if visit.own and visit.view), None)
-    if own is None or not route.travels:
+    if own is None or not route.travels or route.joined is not None:
         return route
     assert route.visits[0] is own and not own.trips, "what leaves home leaves before the first visit"
     return replace(route, visits=(replace(own, part=FIRST), *route.visits[1:], replace(own, part=REST)))

@@ -46,6 +46,15 @@ def put(x: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
         x.index_copy_(0, rows.index(x.device), values)
 
 
+def move(x: torch.Tensor, rows: Rows, y: torch.Tensor, of: Rows) -> None:
+    """x[rows] = y[of], for x and y [n, ...]."""
+    runs = rows.beside(of)
+    for here, there in runs:
+        x[here].copy_(y[there])
+    if not runs and rows.count:
+        x.index_copy_(0, rows.index(x.device), y.index_select(0, of.index(y.device)).to(x.dtype))
+
+
 def rounded_sum(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x + y, added in fp32 and rounded once, in one pass over memory; in x, where nothing is to be rounded. x: fp32."""
     return torch.add(x, y, out=x if dtype == x.dtype else torch.empty(x.shape, dtype=dtype, device=x.device))
@@ -89,11 +98,11 @@ class Record:
             target, part = in_units(into, part)
             target.copy_(part)
 
-    def put(self, tensors: Sequence[torch.Tensor], rows: Rows, block: torch.Tensor) -> None:
-        """Copy the whole tensors into these rows of a block."""
+    def put(self, tensors: Sequence[torch.Tensor], home: Rows, rows: Rows, block: torch.Tensor) -> None:
+        """Copy the rows `home` of the tensors into the rows `rows` of a block."""
         for x, into, dim in zip(tensors, self.read(block), self._dims, strict=True):
             target, part = (each.movedim(dim, 0) for each in in_units(into, x))
-            put(target, rows, part)
+            move(target, rows, part, home)
 
 
 def in_units(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:

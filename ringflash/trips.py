@@ -66,9 +66,12 @@ class Route:
 
     what: a key of routes.TRAVELLERS; hops: distances in the order of visits, the same on every rank; may lack 0 or
         be empty
-    visits: one a hop, or one for several; trips: those that are posted before the first; home: own rows that leave
-    joined: where all is computed at once, the rows of the one block that are this rank's own; None where blocks visit
-    pairs: that one head of a rank sees on average, the same on every rank; with `joined`
+    visits: one a hop; with `joined` one to own rows, one to the block, or both; trips: those that are posted before the
+        first; home: own rows that leave
+    joined: where all is computed at once, the rows of the one block that are this rank's own, in the order of `home`;
+        None where blocks visit
+    pairs: of that block, that one head of a rank sees on average, the same on every rank; with `joined`
+    blind: with `joined` and two visits, that some own row sees nothing or is seen by nobody: neither may write it
     """
 
     what: str
@@ -78,6 +81,7 @@ class Route:
     home: Rows
     joined: Rows | None = None
     pairs: int = 0
+    blind: bool = False
 
     @property
     def first(self) -> int:

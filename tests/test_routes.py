@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from masks import MASKS
 from test_mask import dense, intervals_of
 
-from ringflash import LAYOUTS, mask, routes
+from ringflash import LAYOUTS, mask, needs, routes
 from ringflash.arrangements import ARRANGEMENTS, HOME, Geometry
 from ringflash.layouts import balanced, striped
 from ringflash.routes import Plan, Sizes
@@ -92,7 +93,8 @@ def test_the_counters_of_all_ranks_are_what_travels(name, layout):
             assert tuple(sent.sum(0)) == plans[0].travel(what, down=False).rows()
             for walk, part in zip(walks, segments, strict=True):
                 if arrangement == "gather" and any(walk.hops):  # what a rank has stands between what it gathers
-                    assert len(walk.visits) == 1 and walk.joined is not None and walk.joined.count == part[:, 1].sum()
+                    assert walk.joined is not None and walk.joined.count == walk.home.count <= part[:, 1].sum()
+                    assert [visit.own for visit in walk.visits] in ([True], [False], [True, False])
                 else:
                     assert [visit.own for visit in walk.visits].count(True) == (0 in walk.hops)
                 assert walk.hops == walks[0].hops
@@ -188,3 +190,69 @@ def test_arrangements_are_a_table_of_their_names():
 def test_a_hop_list_may_lack_0_and_may_be_empty(name_of_mask, hops):
     lo, hi, segments, *_ = world(name_of_mask, "contiguous", 4)
     assert Plan(segments, 3, lo, hi).forward.hops == hops
+
+
+def parts_of(seen: np.ndarray) -> list[set[int]]:
+    """The positions that see each other, over any number of others, by looking at each pair."""
+    part = np.arange(len(seen))
+    while True:
+        least = np.where(seen | seen.T | np.eye(len(seen), dtype=bool), part, len(seen)).min(1)
+        if (least == part).all():
+            return [set(np.flatnonzero(part == each).tolist()) for each in np.unique(part)]
+        part = least
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MASKS)
+def test_what_is_undivided_sees_nothing_of_other_ranks_and_is_seen_by_none(name, layout):
+    lo, hi, segments, held, seen = world(name, layout, 4)
+    runs = needs.undivided(lo, hi, segments)
+    assert (runs[1:, 0] > runs[:-1, 1]).all()
+    found = {int(row) for begin, end in runs for row in range(begin, end)}
+    whole = [part for part in parts_of(seen) if any(part <= set(rows.tolist()) for rows in held)]
+    assert found <= set().union(*whole)
+    if name.startswith("documents"):
+        assert found == set().union(*whole), "every document of one rank"
+
+
+@pytest.mark.parametrize("what", routes.TRAVELLERS)
+@pytest.mark.parametrize("name", ["documents", "documents_full", "chunked", "random_documents", "padding"])
+def test_two_visits_of_a_gather_share_the_own_rows(name, what):
+    """Each pair is seen by one of them, and no tile has rows of both; what is undivided is in no message."""
+    twice = 0
+    for layout, size in itertools.product(LAYOUTS, (2, 4)):
+        lo, hi, segments, held, seen = world(name, layout, size)
+        for rank in range(size):
+            route = Plan(segments, rank, lo, hi, arrangement="gather").route(what, down=False)
+            side = seen[held[rank]] if what == "keys" else seen[:, held[rank]]
+            assert sum(visit.view.pairs() for visit in route.visits if visit.view) == side.sum()
+            if len(route.visits) < 2:
+                continue
+            twice += 1
+            own, joined = route.visits
+            assert own.view.shares_queries and own.view.shares_keys
+            shared = set(positions_of(route.home, held[rank]))
+            apart = set(held[rank].tolist()) - shared
+            assert apart and not {int(row) for row in held[rank][own.view.lo < own.view.hi]} - apart
+            for tile in own.view.tiles(256, 256).q_tiles:
+                assert len({int(row) in shared for row in held[rank][tile[0] : tile[0] + tile[2]]}) == 1
+            if joined.view and what == "keys":
+                assert not {int(row) for row in held[rank][joined.view.lo < joined.view.hi]} & apart
+                assert joined.view.shares_queries and not joined.view.shares_keys
+            elif joined.view:
+                assert joined.view.shares_keys and not joined.view.shares_queries
+                assert not {int(key) for key in held[rank][joined.view.keys_seen()]} & apart
+    assert twice
+
+
+def positions_of(rows: needs.Rows, held: np.ndarray) -> list[int]:
+    return [int(held[row]) for first, count in rows.runs for row in range(first, first + count)]
+
+
+def test_runs_of_two_blocks_beside_each_other():
+    rows = needs.Rows(np.array([[0, 4], [10, 3]]), 20), needs.Rows(np.array([[5, 2], [8, 5]]), 30)
+    assert rows[0].beside(rows[1]) == [
+        (slice(0, 2), slice(5, 7)), (slice(2, 4), slice(8, 10)), (slice(10, 13), slice(10, 13)),
+    ]  # fmt: skip
+    many = needs.Rows(np.stack((np.arange(0, 60, 3), np.ones(20, np.int64)), 1), 60)
+    assert many.beside(needs.Rows(np.array([[0, 20]]), 20)) == []

@@ -33,7 +33,8 @@ class Kernel(Protocol):
     """What every kernel module offers. The innermost stride of q, k, v, dout is 1, the others are free.
 
     One that does not take every mask also has `few`, see `pieces.few`: it is asked before anything is sent. One with
-    CAPS_SCORES takes `softcap=` in forward and backward: scores s become softcap * tanh(s / softcap).
+    CAPS_SCORES takes `softcap=` in forward and backward: scores s become softcap * tanh(s / softcap). One with
+    SHARES_ROWS writes only its part of the rows of a view that shares them, see `mask.View`; dq then is fp32.
     """
 
     def refuses(self, q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .. import State
 
 TYPES = (torch.bfloat16, torch.float16)
+SHARES_ROWS = True
 
 
 def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:

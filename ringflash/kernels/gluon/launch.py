@@ -152,7 +152,7 @@ def stays(kernel: str, q: torch.Tensor, view: View, num_heads: int) -> Work | No
         return None
     work = Work.of(name, q, view)
     is_short = work.num_steps < short_steps * work.num_busy
-    return work if is_short and work.num_tiles * num_heads >= 2 * num_sms(q.device) else None
+    return work if is_short and work.num_busy * num_heads >= 2 * num_sms(q.device) else None
 
 
 def all_turns(view: View, work: Work, num_tiles: int, *, batch: int, heads: int, section: int) -> torch.Tensor:
@@ -175,7 +175,7 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     batch, num_rows, heads, width = q.shape
     in_turns = stays("forward", q, view, batch * heads)
     work = in_turns or Work.of("forward", q, view)
-    num_tiles = work.num_tiles if first or last else work.num_busy
+    num_tiles = work.num_tiles if (first or last) and not view.shares_queries else work.num_busy
     if not num_tiles:
         return
     q, scale = positive(q, scale)
@@ -261,14 +261,15 @@ def _by_key_tile(
 ) -> None:  # fmt: skip
     """What the two kernels share whose program is a key tile. grads: dk and dv."""
     rows, keys, _, view = trimmed(view)
-    if not adds:
+    some = adds or view.shares_keys
+    if not some:
         clear_around(keys, *grads)
     dout, q, k, v, grads = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], tuple(grad[:, keys] for grad in grads)
     batch, _, heads, width = q.shape
     groups = k.shape[2]
     in_turns = stays(kernel, q, view, batch * groups) if kernel in IN_TURNS else None
     work = in_turns or Work.of(kernel, q, view)
-    num_tiles = work.num_busy if adds else work.num_tiles
+    num_tiles = work.num_busy if some else work.num_tiles
     if not num_tiles:
         return
     q, sharp = positive(q, scale)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 CAPS_SCORES = True
+SHARES_ROWS = True
 
 
 def refuses(q: torch.Tensor, k: torch.Tensor, deterministic: bool, num_hops: int) -> str | None:

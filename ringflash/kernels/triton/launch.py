@@ -159,7 +159,7 @@ def forward(q, k, v, view: View, state, *, scale: float, first: bool, last: bool
     batch, num_rows, heads, _ = q.shape
     num_keys, groups = k.shape[1:3]
     work = Work.of("forward", q, view)
-    num_tiles = work.num_tiles if first or last else work.num_busy
+    num_tiles = work.num_tiles if (first or last) and not view.shares_queries else work.num_busy
     if not num_tiles:
         return
     block, here = work.tiling.block_k, work.card
@@ -198,13 +198,14 @@ def key_gradients(
 ) -> None:
     """Launch `backward_kernels.keys`: every row of dk and dv is written, or added to."""
     rows, keys, _, view = trimmed(view)
-    if not adds:
+    some = adds or view.shares_keys
+    if not some:
         clear_around(keys, dk, dv)
     dout, q, k, v, dk, dv = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], dk[:, keys], dv[:, keys]
     batch, num_rows, heads, _ = q.shape
     groups = k.shape[2]
     work = Work.of("keys", q, view)
-    num_tiles = work.num_busy if adds else work.num_tiles
+    num_tiles = work.num_busy if some else work.num_tiles
     if not num_tiles:
         return
     block, here = work.tiling.block_q, work.card

@@ -193,7 +193,7 @@ def split(q, k, v, view: View, state, *, scale: float, first: bool, last: bool) 
     q, k, v = (aligned(x) for x in (q, k[:, keys], v[:, keys]))
     seen = below(view, q.device)
     assert seen is not None
-    num_tiles = seen.num_tiles if first or last else seen.num_busy
+    num_tiles = seen.num_tiles if (first or last) and not view.shares_queries else seen.num_busy
     if not num_tiles:
         return
     q, scale = positive(q, scale)
