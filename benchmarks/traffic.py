@@ -238,13 +238,16 @@ def worker(name: str, kernel: str, indices: Sequence[int], before: Sequence[str]
 
 def measure(ncu: str, kernel: str) -> list[dict]:
     times = worker("timed", kernel, range(len(CASES)))
-    fitting = [row["case"] for row in times if "error" not in row]
+    fitting = [row for row in times if "error" not in row]
     steps = []
     with tempfile.TemporaryDirectory() as folder:
-        for case in fitting:
-            log = Path(folder) / f"{case}.csv"
-            worker("counted", kernel, [case], under_ncu(ncu, log))
-            steps += steps_of(list(kernels(log.read_text(encoding="utf-8").splitlines())))
+        for row in fitting:
+            log = Path(folder) / f"{row['case']}.csv"
+            (done,) = worker("counted", kernel, [row["case"]], under_ncu(ncu, log))
+            if "error" in done:  # ncu needs memory, too
+                row["error"] = f"under the counters: {done['error']}"
+            else:
+                steps += steps_of(list(kernels(log.read_text(encoding="utf-8").splitlines())))
     return joined(times, steps)
 
 

@@ -142,6 +142,18 @@ def test_every_layout_equals_the_reference(kernel, layout, heads, groups, record
         check(got, want(*tensors, dlse, **masks), torch.bfloat16, record_property)
 
 
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("masks", ["documents", "documents, padding, window"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_documents_of_one_rank_beside_gathered_ones_equal_the_reference(kernel, masks, rotate, record_property):
+    *tensors, dlse = inputs(768, 4, 2, 128, torch.bfloat16, seed=3)
+    given, dlse = masks_of(masks, 768), for_lse(kernel, dlse)
+    for layout in ("zigzag", "balanced", "contiguous"):
+        mesh = {"layout": layout, "size": 4, "arrangement": "gather", "rotate": rotate}
+        got = play(*tensors, dlse=dlse, kernel=kernel, **mesh, **given)
+        check(got, want(*tensors, dlse, **given), torch.bfloat16, record_property)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_irregular_segments_equal_the_reference(kernel, record_property):
     # 3 ranks of 202 tokens: every segment of zigzag has a short tile at its end

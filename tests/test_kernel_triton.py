@@ -134,6 +134,25 @@ def test_every_kind_of_cut(run, segments, name):
     check(run(ring, given, RINGS[segments], TILES, **shapes), want(*inputs(SIZE, **shapes), scale=0.2, **given))
 
 
+def gathered(given: dict, tiles: dict[str, Tiling], **mesh) -> dict[str, torch.Tensor]:
+    """A whole ring whose ranks have documents of their own beside the block that they gather."""
+    import played
+
+    from ringflash.kernels.triton import launch
+
+    launch.tiling = lambda kernel, width, element_size, card: tiles[kernel]
+    *tensors, dlse = inputs(SIZE, heads=2, groups=1)
+    return played.attention(*tensors, dlse=dlse, kernel="triton", arrangement="gather", scale=0.2, **mesh, **given)
+
+
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize(("name", "layout"), [("documents", "zigzag"), ("padding", "contiguous"), ("chunked", "striped")])
+def test_views_that_share_rows_leave_each_other_alone(run, name, layout, rotate):
+    given = MASKS[name](SIZE)
+    found = run(gathered, given, TILES, layout=layout, size=4, rotate=rotate)
+    check(found, want(*inputs(SIZE, heads=2, groups=1), scale=0.2, **given))
+
+
 @pytest.mark.parametrize(("layout", "size"), [*((name, 2) for name in LAYOUTS), ("zigzag", 4), ("contiguous", 3)])
 def test_every_layout_carries_its_state_round_the_ring(run, layout, size):
     given, shapes = MASKS["documents"](SIZE), {"heads": 1, "groups": 1}
