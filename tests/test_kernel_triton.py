@@ -145,8 +145,11 @@ def gathered(given: dict, tiles: dict[str, Tiling], **mesh) -> dict[str, torch.T
     return played.attention(*tensors, dlse=dlse, kernel="triton", arrangement="gather", scale=0.2, **mesh, **given)
 
 
+CUTS = [("documents", "zigzag"), ("padding", "contiguous"), ("chunked", "striped")]
+
+
 @pytest.mark.parametrize("rotate", ["keys", "queries"])
-@pytest.mark.parametrize(("name", "layout"), [("documents", "zigzag"), ("padding", "contiguous"), ("chunked", "striped")])
+@pytest.mark.parametrize(("name", "layout"), CUTS)
 def test_views_that_share_rows_leave_each_other_alone(run, name, layout, rotate):
     given = MASKS[name](SIZE)
     found = run(gathered, given, TILES, layout=layout, size=4, rotate=rotate)
