@@ -316,13 +316,19 @@ class Plan:
         return cut_at(self._segments[self.rank], self._undivided.ravel())
 
     def _bounds(self, *, undivided: bool) -> tuple[np.ndarray, np.ndarray]:
-        """lo and hi of the own rows, where only the undivided ones see anything, or only the others."""
+        """lo and hi of the own rows, where only the undivided ones see anything, or only the others.
+
+        What they do not see is one point for all rows in a row, so that no tile seems to see what lies between.
+        """
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             rows = positions(self._cut)
             lo, hi = self._lo[rows], self._hi[rows]
-            see = np.where(inside(rows, self._undivided) == undivided, hi, lo)
-            return lo, np.maximum.accumulate(see)  # ends never fall; one that is raised is at most its row's lo
+            sees = inside(rows, self._undivided) == undivided
+            first = np.flatnonzero(np.diff(sees, prepend=not sees[:1].any()))
+            point = lo[first[np.searchsorted(first, np.arange(len(rows)), "right") - 1]]
+            # ends never fall; one that is raised is at most its row's lo
+            return np.where(sees, lo, point), np.maximum.accumulate(np.where(sees, hi, point))
 
         return self._memo(("bounds", undivided), make)
 
