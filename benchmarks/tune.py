@@ -31,7 +31,7 @@ from provenance import ROOT, provenance
 import ringflash
 from ringflash import mask
 from ringflash.kernels import State
-from ringflash.kernels.triton.tiling import Card, Tiling, tiling
+from ringflash.kernels.triton.tiling import Card, Tiling, built_in, tiling
 
 TABLE = ROOT / "ringflash/kernels/triton/tuned.json"
 RESULTS = ROOT / "docs/results/tuning.jsonl"
@@ -83,7 +83,7 @@ def candidates(card: Card) -> list[Candidate]:
     found = []
     for kernel, widths in OTHERS.items():
         for width, others in widths.items():
-            rows = [tiling(kernel, width, 2, card), *(Tiling(*other) for other in others)]
+            rows = [of(kernel, width, 2, card) for of in (tiling, built_in)] + [Tiling(*other) for other in others]
             found += [Candidate(kernel, width, row) for row in dict.fromkeys(rows)]
     return found
 

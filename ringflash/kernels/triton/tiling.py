@@ -92,11 +92,14 @@ def measured(card: Card) -> Rows:
 
 def tiling(kernel: str, width: int, element_size: int, card: Card) -> Tiling:
     """The tiles of a kernel ("forward", "keys", "queries") for a head dimension and an element of 2 or 4 bytes."""
+    best = measured(card).get(kernel, {}).get(width) if element_size == 2 else None
+    return best or built_in(kernel, width, element_size, card)
+
+
+def built_in(kernel: str, width: int, element_size: int, card: Card) -> Tiling:
+    """The same by the rows of this file."""
+    families: dict[int | str, Rows] = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
+    rows = families.get(card.arch, SMALL)
     if element_size == 4:
         rows = CUDA_FP32 if card.backend == "cuda" else HIP_FP32
-    else:
-        if best := measured(card).get(kernel, {}).get(width):
-            return best
-        families: dict[int | str, Rows] = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
-        rows = families.get(card.arch, SMALL)
     return rows[kernel][min(limit for limit in rows[kernel] if width <= limit)]
