@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import pathlib
 import shlex
@@ -74,6 +75,11 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # small tensors: more threads only wait for each other
     if config.getoption("--results") and not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist
         config.pluginmanager.register(Results(config))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # or each full collection of a test looks through all tests and all that they import
 
 
 def command(args: Sequence[str]) -> str:
