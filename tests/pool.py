@@ -16,6 +16,7 @@ import os
 import pathlib
 import random
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -113,12 +114,19 @@ class World:
         """What each rank returned, or the exception that it raised, with its traceback as a note."""
         if not self._workers:
             self._start()
+        self._signal(signal.SIGCONT)
         for _, pipe in self._workers:
             pipe.send((body, args))
         outcomes = [self._receive(rank, pipe) for rank, (_, pipe) in enumerate(self._workers)]
         if any(isinstance(outcome, BaseException) for outcome in outcomes):
             self.close()
+        self._signal(signal.SIGSTOP)
         return outcomes
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Between cases processes of gloo are stopped: each group has a thread that wakes up 100 times a second."""
+        for process, _ in self._workers if self.backend == "gloo" else []:
+            os.kill(process.pid, number)
 
     def _start(self) -> None:
         started = context(self.backend)
