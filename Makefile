@@ -28,7 +28,7 @@ demo: $(VENV)/ready
 	$(BIN)/python -m train.report runs/demo
 
 test: $(VENV)/ready
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import pathlib
 import shlex
@@ -15,6 +16,10 @@ from pool import World
 
 # largest error / largest value, against the fp64 reference of the same inputs: a fact of the dtype, not of the machine
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+# files by what they take, or one worker ends with a long one alone
+LONGEST = ("train", "kernel_triton", "failures", "compile", "resume", "compile_gluon", "evaluation", "op", "ring")
+LONGEST += ("liger", "host_update", "benchmarks", "train_main", "nodes", "launch")
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -76,6 +81,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Results(config))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # or each full collection of a test looks through all tests and all that they import
+
+
 def command(args: Sequence[str]) -> str:
     """The command line, without where its results went and what the tester's machine needed."""
     words = iter(args)
@@ -83,7 +98,7 @@ def command(args: Sequence[str]) -> str:
     for word in words:
         if word in ("--results", "--commit", "-p", "-n", "--dist"):
             next(words)
-        elif not word.startswith(("-q", "--tb")):
+        elif not word.startswith(("-q", "--tb", "--no-loadscope")):
             kept.append(word)
     return shlex.join(kept)
 

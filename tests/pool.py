@@ -10,11 +10,15 @@ is thrown away, since a rank may have left messages behind, and the next call st
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
+import pathlib
 import random
 import runpy
+import signal
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -44,6 +48,45 @@ def as_torchrun(command: list[str], variables: dict[str, str]) -> None:
     runpy.run_module(command[2], run_name="__main__", alter_sys=True)
 
 
+def as_rank(words: list[str], variables: dict[str, str], folder: str, log: str) -> None:
+    """Body of a process of `context`: what `python WORDS` does in a folder, its output in files."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    os.environ |= variables
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{log}.{name}", os.O_CREAT | os.O_WRONLY), number)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, os.path.dirname(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def ranks(words: list[str], folder: pathlib.Path, **variables: str) -> list[subprocess.CompletedProcess]:
+    """What two processes that torchrun starts do and say, without it and without the time to import torch."""
+    started, port, logs = context("gloo"), free_port(), [f"{folder}/rank{rank}" for rank in range(2)]
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    processes = [
+        started.Process(
+            target=as_rank, args=(words, variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(folder), log)
+        )
+        for rank, log in enumerate(logs)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(CASE_S)
+        process.kill()
+    said = [[pathlib.Path(f"{log}.{name}").read_text() for name in ("out", "err")] for log in logs]
+    return [
+        subprocess.CompletedProcess(words, process.exitcode, *one) for process, one in zip(processes, said, strict=True)
+    ]
+
+
 def free_port() -> int:
     """A port to listen on, of those that the kernel gives to no connection of another test meanwhile."""
     while True:
@@ -71,12 +114,19 @@ class World:
         """What each rank returned, or the exception that it raised, with its traceback as a note."""
         if not self._workers:
             self._start()
+        self._signal(signal.SIGCONT)
         for _, pipe in self._workers:
             pipe.send((body, args))
         outcomes = [self._receive(rank, pipe) for rank, (_, pipe) in enumerate(self._workers)]
         if any(isinstance(outcome, BaseException) for outcome in outcomes):
             self.close()
+        self._signal(signal.SIGSTOP)
         return outcomes
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Between cases processes of gloo are stopped: each group has a thread that wakes up 100 times a second."""
+        for process, _ in self._workers if self.backend == "gloo" else []:
+            os.kill(process.pid, number)
 
     def _start(self) -> None:
         started = context(self.backend)
@@ -118,6 +168,7 @@ def _work(rank: int, size: int, backend: str, port: int, pipe: Any) -> None:
         torch.cuda.set_device(rank)
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     dist.init_process_group(backend, rank=rank, world_size=size)
+    gc.freeze()  # or each of DeepSpeed's full collections looks through all that was imported
     while True:
         try:
             body, args = pipe.recv()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pool as pools
 import pytest
 import torch
 
@@ -615,27 +616,10 @@ def test_a_ring_of_processes_is_measured_beside_its_rivals(pool):
 
 
 def test_several_processes_take_a_step_of_each_kind_of_mesh(tmp_path):
-    cases = ["zero3-128k", "documents-gather"]
-    words = [
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(ROOT / "benchmarks/mesh_step.py"),
-        "--tiny",
-        "--cases",
-        *cases,
-        "--output",
-        str(tmp_path / "rows.jsonl"),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=tmp_path,  # where a run claims its folder
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    cases, output = ["zero3-128k", "documents-gather"], str(tmp_path / "rows.jsonl")
+    words = [str(ROOT / "benchmarks/mesh_step.py"), "--tiny", "--cases", *cases, "--output", output]
+    done, other = pools.ranks(words, tmp_path)  # a run claims its folder
+    assert done.returncode == other.returncode == 0, done.stderr + other.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["case"] for row in rows] == cases
     assert list(map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())) == rows

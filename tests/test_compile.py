@@ -14,11 +14,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import numpy as np
+import pool as pools
 import pytest
 import torch
 
@@ -75,7 +75,7 @@ def _child(answer: Connection, cache: str, case: Case) -> None:
 
 def _alone(cache: str, case: Case) -> offline.Compiled | str:
     """What a process of its own made of the case, or how that process ended."""
-    context = get_context("forkserver")
+    context = pools.context("gloo")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(theirs, cache, case))
     child.start()
@@ -92,7 +92,6 @@ def _alone(cache: str, case: Case) -> offline.Compiled | str:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> Iterator[Callable[[Case], offline.Compiled]]:
     """compiled(case): all cases compile from the start, two at a time."""
-    get_context("forkserver").set_forkserver_preload(["benchmarks.offline"])
     cache = str(tmp_path_factory.mktemp("triton"))
     with ThreadPoolExecutor(2) as pool:
         pending = {case: pool.submit(_alone, cache, case) for case in cases()}

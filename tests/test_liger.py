@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +36,17 @@ def _interpret(rank: int, store: str) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
-    """run(function, *args): on every rank of a gloo world of interpreting processes; one result a rank."""
+    """run(function, *args): on every rank of a gloo world of interpreting processes, or one; one result a rank."""
     pytest.importorskip("liger_kernel")
     store, spawn = str(tmp_path_factory.mktemp("world") / "store"), get_context("spawn")
     workers = [ProcessPoolExecutor(1, spawn, _interpret, (rank, store)) for rank in range(SIZE)]
-    yield lambda function, *args: [one.result() for one in [worker.submit(function, *args) for worker in workers]]
+    for worker in workers:
+        worker.submit(os.getpid)  # starts it: they meet
+
+    def call(function: Callable, *args: Any, ranks: int = SIZE) -> list[Any]:
+        return [one.result() for one in [worker.submit(function, *args) for worker in workers[:ranks]]]
+
+    yield call
     for worker in workers:
         worker.shutdown()
 
@@ -65,7 +72,7 @@ def errors(tensors: tuple[torch.Tensor, ...], factor: float) -> dict[str, list[f
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-3)], ids=str)
 def test_loss_and_gradients_equal_torch(run, dtype, rounding, ignored, factor):
     """At most twice our errors, or a rounding's; scaling cuts once more, for the interpreter does not round."""
-    found = run(errors, case(ignored, dtype, TOKENS), factor)[0]
+    [found] = run(errors, case(ignored, dtype, TOKENS), factor, ranks=1)
     cut = 2**-8 if dtype == torch.bfloat16 and factor != 1 else 0
     for mine, theirs in zip(found["chunked"], found["liger"], strict=True):
         assert theirs <= 2 * max(mine, rounding) + cut, found
@@ -116,7 +123,7 @@ def edges() -> None:
 
 
 def test_ignored_labels_a_frozen_head_and_scores_of_each_token(run):
-    run(edges)
+    run(edges, ranks=1)
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
