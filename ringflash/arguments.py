@@ -131,12 +131,24 @@ def seq_len_of(seq_len: int) -> int:
     return seq_len
 
 
-def whole(name: str, count: int) -> None:
+def length_beside(seq_len: int, multiple: int, advice: str) -> str:
+    """What is offered for a length that is no multiple: `advice` with its {padded}, or what is below if that is too long."""
+    padded = -(-seq_len // multiple) * multiple
+    if padded <= MAX_TOKENS:
+        return advice.format(padded=padded)
+    below = seq_len // multiple * multiple
+    offer = f"{below} is the most that is accepted" if below else "no length is: fewer ranks are needed"
+    return f"positions are int32, so {offer}"
+
+
+def whole(name: str, count: int, most: int = 2**63 - 1) -> None:
     """An int of at least 1."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"{name}={count!r} is {type(count).__name__}; it must be an int >= 1")
     if count < 1:
         raise ValueError(f"{name}={count} must be at least 1")
+    if count > most:
+        raise ValueError(f"{name}={count} must be at most {most}")
 
 
 def window_of(window: int | None) -> int | None:

@@ -178,10 +178,10 @@ class Ring:
         rules = LAYOUTS if self.layout_name == AUTO else [self.layout_name]
         multiple = min(LAYOUTS[name].multiple(self.ring_size, self.ulysses) for name in rules)
         if seq_len % multiple:
-            padded = -(-seq_len // multiple) * multiple
+            advice = f"pad it to {{padded}}, with the padding behind cu_seqlens[-1]={seq_len}"
             raise ValueError(
                 f"seq_len={seq_len} must be a multiple of {multiple} for layout {self.layout_name!r} over {self.size} "
-                f"ranks; pad it to {padded}, with the padding behind cu_seqlens[-1]={seq_len}"
+                f"ranks; {arguments.length_beside(seq_len, multiple, advice)}"
             )
 
     def check_heads(self, heads: int, groups: int) -> None:
