@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1)]  # the integers of TOML
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -279,9 +279,9 @@ class Metrics(Section):
 
 
 class Launch(Section):
-    nodes: Count = 1
+    nodes: Annotated[int, Field(ge=1, le=2**16)] = 1
     """Machines."""
-    processes_per_node: Count
+    processes_per_node: Annotated[int, Field(ge=1, le=2**12)]
     """Processes on each machine: its GPUs."""
     cpus_per_node: Count | None = None
     """CPU cores of each machine for its processes; slurm and kubernetes need it."""
