@@ -132,7 +132,7 @@ def seq_len_of(seq_len: int) -> int:
 
 
 def length_beside(seq_len: int, multiple: int, advice: str) -> str:
-    """What is offered for a length that is no multiple: `advice` with its {padded}, or what is below if that is too long."""
+    """What to do with a length that is no multiple: `advice` with its {padded}, or what is below if it is too long."""
     padded = -(-seq_len // multiple) * multiple
     if padded <= MAX_TOKENS:
         return advice.format(padded=padded)
