@@ -241,6 +241,11 @@ REFUSED = {
     "metrics.dir=~/runs": ("metrics.dir = '~/runs'", "'~' and variables are not filled in"),
     "checkpoint.dir=/scratch/$USER": ("checkpoint.dir = '/scratch/$USER'", "written out"),
     "metrics.dir=${SCRATCH}/runs": ("metrics.dir = '${SCRATCH}/runs'", "written out"),
+    "data.path=": ("data.path = ''", "text of at least 1 character"),
+    "data.tokenizer=": ("data.tokenizer = ''", "text of at least 1 character"),
+    "metrics.dir=": ("metrics.dir = ''", "text of at least 1 character"),
+    "checkpoint.resume=": ("checkpoint.resume = ''", "text of at least 1 character"),
+    "memory.device_gb=1e300": ("memory.device_gb = 1e+300", "1000000000"),
     "metrics.peak_tflops=0": ("metrics.peak_tflops = 0", "greater than 0"),
     "memory.offload=['weights']": ("memory.offload", "'weights'", "'activations'"),
     "memory.offload=['attention', 'attention']": ("memory.offload", "twice"),
@@ -308,6 +313,13 @@ def test_the_words_of_transformers_are_known():
     assert set(architecture.ACTIVATIONS) == set(ACT2FN)
     assert set(architecture.ROPE_NEEDS) == {*ROPE_INIT_FUNCTIONS, "default"}
     assert set(architecture.HEAD_DIMS) == set(arguments.HEAD_DIMS)
+
+
+def test_a_needle_lies_inside_the_sequence_where_a_run_looks_for_it():
+    long = "evaluation.needle.lengths=[64, 8193]"
+    with pytest.raises(ConfigError, match=r"lengths holds 8193: at most sequence.length = 8192 is accepted"):
+        demo(long, "evaluation.every=3")
+    demo(long)
 
 
 def test_an_optimizer_in_host_memory_needs_zero():

@@ -314,7 +314,7 @@ def test_where_no_length_fits_it_says_so():
     assert "No length fits as it is; " in said and "on each GPU, which has 10.0 GB" in said
 
 
-@pytest.mark.parametrize("word", ["nan", "-5", "0", "much"])
+@pytest.mark.parametrize("word", ["nan", "-5", "0", "much", "1e300"])
 def test_a_machine_has_a_positive_number_of_gigabytes(word, capsys):
     with pytest.raises(SystemExit):
         plan.main(["run.toml", f"--device-gb={word}"])

@@ -223,13 +223,13 @@ def changes(before: Any, after: Any) -> list[str]:
 
 
 def _gigabytes(text: str) -> float:
-    """A positive number of gigabytes, from the command line."""
+    """A positive number of gigabytes, from the command line; 10^18 bytes at most."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a positive number of gigabytes")
+    if not 0 < number <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text} must be a positive number of gigabytes, at most 1e9")
     return number
 
 

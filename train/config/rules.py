@@ -282,6 +282,11 @@ def _check_needle(config: "Config") -> None:
         for key in ("depths", "samples", "seed"):
             if key in needle.model_fields_set:
                 raise ConfigError(f"evaluation.needle.{key} is given but evaluation.needle.lengths is not")
+    elif config.evaluation.every is not None and needle.lengths[-1] > config.sequence.length:
+        raise ConfigError(
+            f"evaluation.needle.lengths holds {needle.lengths[-1]}: at most sequence.length = {config.sequence.length} "
+            "is accepted"
+        )
 
 
 def _check_rising(name: str, values: Sequence[float]) -> None:
