@@ -58,7 +58,8 @@ def attention(
     sinks: [H], any float type, finite, or -inf for none: a logit of each query head, not multiplied by scale, that is
         one more key of every query, with value 0; lse has it in it, and a query that sees no key has lse = sink. Its
         gradient is that of this rank's queries, so parameters are summed over ranks, as all are. A call with sinks
-        starts from a state in fp32, 4 bytes an element of out
+        starts from a state in fp32, 4 bytes an element of out. NaN and +inf are not looked for, which would make the
+        host wait for the GPU: they show, as NaN in their head's gradients and in out of each query that sees a key
     softcap: scores s become softcap * tanh(s / softcap), s with scale in it, before the mask; kernels eager and triton
     returns out [B, L, H, D] in the input's type, or (out, lse)
 
@@ -176,17 +177,24 @@ def explain(
     window: int | None = None,
     cu_seqlens: torch.Tensor | list[int] | None = None,
     intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
     kernel: str = "auto",
     deterministic: bool = False,
     rotate: str = "auto",
+    sinks: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> Explanation:
     """Say which kernel, hops and bytes `attention` will use for these tensors and masks; sends nothing.
 
-    q, k, v: as for `attention`; only shapes, types and devices are read, so tensors on the meta device will do.
+    q, k, v, sinks: as for `attention`; only shapes, types and devices are read, so tensors on the meta device will do.
         On a GPU it runs a kernel's start-up check, if that has not run yet
+    scale, return_lse: change no kernel, hop or byte; checked, so that the arguments of a call can be given as they are
     """
     q, k, v = _checked(q, k, v, layout)
+    arguments.scale_of(q, scale)
+    arguments.flag_of("return_lse", return_lse)
+    arguments.sinks_of(q, sinks)
     mask = arguments.mask_of(q, k, layout, causal=causal, window=window, cu_seqlens=cu_seqlens, intervals=intervals)
     rotate = arguments.rotate_of(rotate, layout)
     num_hops = 1 if layout is None else layout.ring.ring_size

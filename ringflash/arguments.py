@@ -25,6 +25,8 @@ HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 TRANSITS = (torch.float32, torch.bfloat16)  # fp16 would overflow where a loss is scaled
 MAX_TOKENS = 2**31 - 1  # positions are int32 in the kernels
 MAX_FLOAT = torch.finfo(torch.float32).max  # scores are fp32 in the kernels
+MIN_FLOAT = torch.finfo(torch.float32).tiny  # what is below may be 0 there, and its inverse infinite
+MAX_TIMEOUT_S = 31_536_000  # a year: clocks and stores overflow far behind it
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +133,24 @@ def seq_len_of(seq_len: int) -> int:
     return seq_len
 
 
-def whole(name: str, count: int) -> None:
+def length_beside(seq_len: int, multiple: int, advice: str) -> str:
+    """What to do with a length that is no multiple: `advice` with its {padded}, or what is below if it is too long."""
+    padded = -(-seq_len // multiple) * multiple
+    if padded <= MAX_TOKENS:
+        return advice.format(padded=padded)
+    below = seq_len // multiple * multiple
+    offer = f"{below} is the most that is accepted" if below else "no length is: fewer ranks are needed"
+    return f"positions are int32, so {offer}"
+
+
+def whole(name: str, count: int, most: int = 2**63 - 1) -> None:
     """An int of at least 1."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"{name}={count!r} is {type(count).__name__}; it must be an int >= 1")
     if count < 1:
         raise ValueError(f"{name}={count} must be at least 1")
+    if count > most:
+        raise ValueError(f"{name}={count} must be at most {most}")
 
 
 def window_of(window: int | None) -> int | None:
@@ -169,6 +183,8 @@ def softcap_of(softcap: float | None) -> float:
         raise TypeError(f"softcap={softcap!r} is {type(softcap).__name__}; it must be a positive float or None")
     if not 0 < softcap <= MAX_FLOAT:
         raise ValueError(f"softcap={softcap} must be positive and finite, or None")
+    if softcap < MIN_FLOAT:
+        raise ValueError(f"softcap={softcap} must be at least {MIN_FLOAT}: kernels divide by it in fp32")
     return float(softcap)
 
 
@@ -179,6 +195,7 @@ def sinks_of(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor | None
     if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point():
         kind = sinks.dtype if isinstance(sinks, torch.Tensor) else type(sinks).__name__
         raise TypeError(f"sinks is {kind}; it must be a floating-point tensor [H] or None")
+    check_dense("sinks", sinks)
     if sinks.shape != q.shape[2:3]:
         raise ValueError(f"sinks has shape {list(sinks.shape)}; it must be [{q.shape[2]}], one logit a query head")
     if sinks.device != q.device:
@@ -193,6 +210,7 @@ def cu_seqlens_of(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int)
     if isinstance(cu_seqlens, torch.Tensor):
         if cu_seqlens.dtype != torch.int32:
             raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; it must be an int32 tensor or a list of ints")
+        check_values("cu_seqlens", cu_seqlens)
         values = cu_seqlens.detach().cpu().clone()
     else:
         whole = isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, str)
@@ -232,6 +250,7 @@ def bounds_of(intervals, num_queries: int, num_keys: int) -> torch.Tensor | None
         if not isinstance(bound, torch.Tensor) or bound.dtype != torch.int32:
             kind = bound.dtype if isinstance(bound, torch.Tensor) else type(bound).__name__
             raise TypeError(f"intervals {name} is {kind}; it must be an int32 tensor")
+        check_values(f"intervals {name}", bound)
         if bound.shape != (num_queries,):
             raise ValueError(f"intervals {name} has shape {list(bound.shape)}; it must be [{num_queries}], one a query")
     pair = torch.stack([bound.detach().cpu() for bound in intervals])
@@ -252,11 +271,35 @@ def check_bounds(pair: np.ndarray, num_keys: int) -> None:
             raise ValueError(f"intervals {name} spans [{bound[0]}, {bound[-1]}]; it must lie in [0, {num_keys}]")
 
 
+def check_dense(name: str, x: torch.Tensor) -> None:
+    """Its elements lie in memory, each at its strides."""
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"{name} is a {kind} tensor; it must be dense (torch.strided)")
+
+
+def check_values(name: str, x: torch.Tensor) -> None:
+    """It can be read on the CPU."""
+    check_dense(name, x)
+    if x.device.type == "meta":
+        raise ValueError(f"{name} is on meta, where it has no values; it must be on a CPU or a GPU")
+
+
+def check_no_transform(name: str) -> None:
+    """NotImplementedError inside torch.func.grad, vjp, jvp and what rests on them."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"ringflash: {name} is not differentiated or batched by torch.func; torch.autograd.grad and backward() are "
+            "accepted"
+        )
+
+
 def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """q, k and v are tensors of four dimensions."""
+    """q, k and v are dense tensors of four dimensions."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
+        check_dense(name, tensor)
         if tensor.dim() != 4:
             shape = list(tensor.shape)
             raise ValueError(f"{name} has shape {shape}; it must be [batch, tokens, heads, head dimension]")

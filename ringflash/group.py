@@ -65,8 +65,9 @@ class Ring:
             raise ValueError(f"layout={layout!r} is unknown; it must be one of {', '.join((*LAYOUTS, AUTO))}")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise TypeError(f"timeout_s={timeout_s!r} is {type(timeout_s).__name__}; it must be a number of seconds")
-        if not 0 < timeout_s < float("inf"):
-            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
+        if not 0 < timeout_s <= arguments.MAX_TIMEOUT_S:
+            most = arguments.MAX_TIMEOUT_S
+            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds, at most {most}")
         self.layout_name = layout
         self.timeout_s = float(timeout_s)
         self.group, self.ulysses = _group_of(group, ulysses)
@@ -86,6 +87,22 @@ class Ring:
         self.inner = self._inner(ranks_per_node(topology, self.group, self.timeout_s))
         self.arrangement = self._arranged(arrangement, topology is not None)
         self.slow_group = _twin(self.group) if self.arrangement == "double" else None
+
+    def __copy__(self) -> Ring:
+        """Itself: ranks and their groups exist once."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Ring:
+        return self
+
+    def __getstate__(self) -> dict:
+        """For pickle. TypeError with a group, which no other process has."""
+        if self.group is not None:
+            raise TypeError(
+                f"a Ring over the {self.size} ranks of a process group cannot be pickled, nor can its layouts: "
+                "send what ring.layout was given, and make ring and layout where they are used"
+            )
+        return self.__dict__
 
     def _inner(self, per_node: int) -> int:
         """Ring ranks of a node."""
@@ -178,10 +195,10 @@ class Ring:
         rules = LAYOUTS if self.layout_name == AUTO else [self.layout_name]
         multiple = min(LAYOUTS[name].multiple(self.ring_size, self.ulysses) for name in rules)
         if seq_len % multiple:
-            padded = -(-seq_len // multiple) * multiple
+            advice = f"pad it to {{padded}}, with the padding behind cu_seqlens[-1]={seq_len}"
             raise ValueError(
                 f"seq_len={seq_len} must be a multiple of {multiple} for layout {self.layout_name!r} over {self.size} "
-                f"ranks; pad it to {padded}, with the padding behind cu_seqlens[-1]={seq_len}"
+                f"ranks; {arguments.length_beside(seq_len, multiple, advice)}"
             )
 
     def check_heads(self, heads: int, groups: int) -> None:

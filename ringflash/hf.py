@@ -84,6 +84,8 @@ def freeze_rope(config: Any, length: int) -> Any:
     Source: transformers, modeling_rope_utils, which chooses by the largest position of each rank's call.
     """
     arguments.whole("length", length)
+    if not hasattr(config, "model_type"):
+        raise TypeError(f"config is {type(config).__name__}; it must be a config of transformers")
     frozen = copy.deepcopy(config)
     rope = getattr(frozen, "rope_parameters", None) or {}
     for layer_type in [None] if "rope_type" in rope else list(rope):

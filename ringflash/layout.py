@@ -110,11 +110,14 @@ class Layout:
         divided by the number of ranks. Sums in fp32.
         """
         self._check_len(x_local, dim, self.local_len, "unshard", "this rank's part")
+        if not torch.compiler.is_compiling():
+            arguments.check_no_transform("layout.unshard")
         return _Unshard.apply(x_local, self, dim)
 
     def _check_len(self, x: torch.Tensor, dim: int, want: int, name: str, what: str) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: x is {type(x).__name__}; it must be a tensor")
+        arguments.check_dense(f"{name}: x", x)
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"{name}: dim={dim!r} is {type(dim).__name__}; it must be an int")
         if not -x.dim() <= dim < x.dim():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from . import arguments
+
 
 def merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
@@ -16,7 +18,7 @@ def merge(
 
     Numerics: computed in fp32, symmetric, never overflows: only exp of a difference <= 0 is taken. Two empty rows give
         out 0, lse -inf and zero gradients. Differentiable in all four.
-    Raises: TypeError for anything but floating tensors, ValueError for shapes that do not belong together.
+    Raises: TypeError for anything but dense floating tensors, ValueError for shapes that do not belong together.
     Source: Milakov & Gimelshein, arXiv:1805.02867 (online normaliser); Liu et al., arXiv:2310.01889 (ring).
     """
     _check(out_a, lse_a, out_b, lse_b)
@@ -37,6 +39,7 @@ def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"{name} is {kind}; merge takes floating point tensors")
+        arguments.check_dense(name, tensor)
         if tensor.device != out_a.device:
             raise ValueError(f"{name} is on {tensor.device} and out_a on {out_a.device}; all must be on one device")
     if out_a.dim() != 4 or out_a.shape != out_b.shape:

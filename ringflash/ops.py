@@ -98,7 +98,13 @@ class How(NamedTuple):
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType since 2.12
+    try:
+        return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType since 2.12
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"the process group {name!r} of this layout's ring is gone: torch.distributed was ended after the Ring was "
+            "made; make another Ring and its layouts"
+        ) from error
 
 
 class _Call:
@@ -396,5 +402,14 @@ class _Differentiable(torch.autograd.Function):
         dsinks = None if sinks is None else grads[3]
         return *grads[:3], dsinks, *(None,) * (3 + len(ctx.rest))
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError("ringflash: attention has no forward-mode derivative; backward() is accepted")
 
-_LIBRARY.impl("attention", lambda *inputs: _Differentiable.apply(*inputs), "Autograd")
+
+def _differentiable(*inputs):
+    arguments.check_no_transform("attention")
+    return _Differentiable.apply(*inputs)
+
+
+_LIBRARY.impl("attention", _differentiable, "Autograd")

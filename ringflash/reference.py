@@ -63,6 +63,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout | N
         if not tensor.is_floating_point():
             raise TypeError(f"{name} is {tensor.dtype}; the reference takes floating point tensors")
     arguments.check_sizes(q, k, v)
+    if not q.shape[3]:
+        raise ValueError("q has head dimension 0; the reference takes any of at least 1")
     if layout is None:
         return
     if not isinstance(layout, Layout):

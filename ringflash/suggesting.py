@@ -9,6 +9,7 @@ Letters: S global sequence, H query heads, G key/value heads, D head dimension, 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -120,7 +121,7 @@ def suggest(
     """
     for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim),
                         ("gpus_per_node", gpus_per_node), ("nodes", nodes)):  # fmt: skip
-        arguments.whole(name, count)
+        arguments.whole(name, count, arguments.MAX_TOKENS)
     if memory_bytes is not None:
         arguments.whole("memory_bytes", memory_bytes)
     # what `attention` and `Ring.layout` refuse is not predicted
@@ -143,7 +144,7 @@ def suggest(
 def _rate(name: str, rate: Any) -> float:
     if isinstance(rate, bool) or not isinstance(rate, int | float):
         raise TypeError(f"{name}={rate!r} is {type(rate).__name__}; it must be a number per second")
-    if not 0 < rate < math.inf:
+    if not 0 < rate <= sys.float_info.max:
         raise ValueError(f"{name}={rate} must be positive and finite")
     return float(rate)
 
@@ -152,14 +153,11 @@ def _chosen(problem: _Problem, memory_bytes: int | None) -> Suggestion:
     ranks = problem.gpus_per_node * problem.nodes
     multiple = 2 * ranks if problem.causal else ranks  # of zigzag, of contiguous
     if problem.seq_len % multiple:
-        padded = -(-problem.seq_len // multiple) * multiple
-        raise ValueError(
-            f"seq_len={problem.seq_len} must be a multiple of {multiple} for {ranks} GPUs; pad to {padded}"
-        )
+        advice = arguments.length_beside(problem.seq_len, multiple, "pad to {padded}")
+        raise ValueError(f"seq_len={problem.seq_len} must be a multiple of {multiple} for {ranks} GPUs; {advice}")
     found = []
-    for ulysses in range(1, ranks + 1):
-        kv_fit = problem.kv_heads % ulysses == 0 or ulysses % problem.kv_heads == 0
-        if ranks % ulysses or problem.heads % ulysses or not kv_fit:
+    for ulysses in _divisors(math.gcd(ranks, problem.heads)):
+        if problem.kv_heads % ulysses and ulysses % problem.kv_heads:
             continue
         size = ranks // ulysses
         names = ["ring"] + ["gather"] * (size > 1)
@@ -172,6 +170,12 @@ def _chosen(problem: _Problem, memory_bytes: int | None) -> Suggestion:
         least = min(one.memory_bytes for one in found)
         raise ValueError(f"memory_bytes={memory_bytes} is too little for any arrangement; the least needs {least}")
     return Suggestion(fitting[0], tuple(found), memory_bytes)
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, rising."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 class _Blocks(NamedTuple):

@@ -37,7 +37,9 @@ def ranks_per_node(
         raise ValueError(f"topology={topology!r} is unknown; it must be {HOSTS!r}, a number of ranks a node or a mesh")
     if not (dist.is_available() and isinstance(topology, dist.DeviceMesh)):
         kind = type(topology).__name__
-        raise TypeError(f"topology is {kind}; it must be {HOSTS!r}, a number of ranks a node, a DeviceMesh or None")
+        raise TypeError(
+            f"topology={topology!r} is {kind}; it must be {HOSTS!r}, a number of ranks a node, a DeviceMesh or None"
+        )
     if topology.ndim != 2:
         raise ValueError(f"topology is a mesh of {topology.ndim} dimensions; it must have two (node, rank of a node)")
     ranks = topology.mesh.flatten().tolist()

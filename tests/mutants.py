@@ -292,7 +292,7 @@ FAULTS = [
     ),
     Fault(
         "peak looked for at the ends of the backward alone", "train/memory.py",
-        "max(range(sizes.layers, 0, -1), key", "max((sizes.layers, 1), key",
+        "max(turns(sizes, step), key", "max((sizes.layers, 1), key",
         "tests/test_backward_memory.py::test_the_peak_is_at_the_layer_that_holds_most",
     ),
     Fault(

@@ -80,9 +80,8 @@ def call(change=None, **given):
 def test_R45_R48_a_bad_mask_or_flag_is_refused(given, kind, words):
     with pytest.raises(kind, match=re.escape(words)):
         call(**given)
-    if not given.keys() & {"scale", "return_lse"}:
-        with pytest.raises(kind, match=re.escape(words)):
-            ringflash.explain(*inputs(8)[:3], **given)
+    with pytest.raises(kind, match=re.escape(words)):
+        ringflash.explain(*inputs(8)[:3], **given)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +190,8 @@ def test_a_window_beyond_every_sequence_is_no_window():
         ({"ulysses": 2}, ValueError, "ulysses=2 must divide the 1 ranks"),
         ({"timeout_s": 0}, ValueError, "timeout_s=0 must be a positive number of seconds"),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s=nan"),
+        ({"timeout_s": 1e300}, ValueError, "timeout_s=1e+300 must be a positive number of seconds, at most 31536000"),
+        pytest.param({"timeout_s": 10**400}, ValueError, "a positive number of seconds", id="timeout_s=10**400"),
         ({"timeout_s": "60"}, TypeError, "timeout_s='60' is str; it must be a number of seconds"),
         ({"group": [0, 1]}, TypeError, "group is list; it must be a ProcessGroup, a DeviceMesh or None"),
     ],
@@ -275,3 +276,61 @@ def test_arguments_after_the_tensors_are_named():
     for function in (ringflash.attention, ringflash.reference.attention, ringflash.explain):
         with pytest.raises(TypeError, match="positional"):
             function(q, k, v, None)
+
+
+SPARSE = {"sparse": torch.Tensor.to_sparse, "mkldnn": torch.Tensor.to_mkldnn}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_a_tensor_that_is_not_dense_is_refused(kind):
+    q, k, v, *_ = inputs(8)
+    out, lse = ringflash.attention(q, k, v, return_lse=True)
+    layout = Ring().layout(8)
+    words = r" is a torch\.(sparse_coo|_mkldnn) tensor; it must be dense \(torch\.strided\)"
+    for function in (ringflash.attention, ringflash.explain, ringflash.reference.attention):
+        with pytest.raises(TypeError, match=f"k{words}"):
+            function(q, SPARSE[kind](k), v)
+        with pytest.raises(TypeError, match=f"sinks{words}"):
+            function(q, k, v, sinks=SPARSE[kind](torch.zeros(4)))
+    for cut in (layout.shard, layout.unshard):
+        with pytest.raises(TypeError, match=f"shard: x{words}"):
+            cut(SPARSE[kind](torch.zeros(1, 8)))
+    with pytest.raises(TypeError, match=f"out_b{words}"):
+        ringflash.merge(out, lse, SPARSE[kind](out), lse)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_a_nested_tensor_is_refused(layout):
+    nested = torch.nested.nested_tensor([torch.zeros(5, 2, 16), torch.zeros(3, 2, 16)], layout=layout)
+    for function in (ringflash.attention, ringflash.explain, ringflash.reference.attention):
+        with pytest.raises(TypeError, match="q is a nested tensor; it must be dense"):
+            function(nested, nested, nested)
+
+
+@pytest.mark.parametrize(
+    "given", [{"cu_seqlens": i32(0, 8)}, {"intervals": (i32(*[0] * 8), i32(*[8] * 8))}], ids=["cu_seqlens", "intervals"]
+)
+def test_a_mask_without_values_is_refused(given):
+    q, k, v, *_ = inputs(8)
+    (name, value) = next(iter(given.items()))
+    value = value.to("meta") if name == "cu_seqlens" else (value[0], value[1].to("meta"))
+    words = f"{name}.* is on meta, where it has no values; it must be on a CPU or a GPU"
+    for function in (ringflash.attention, ringflash.explain, ringflash.reference.attention):
+        with pytest.raises(ValueError, match=words):
+            function(q, k, v, **{name: value})
+    with pytest.raises(ValueError, match=f"{name}.* is on meta"):
+        Ring().layout(8, **{name: value})
+
+
+def test_a_softcap_that_fp32_cannot_divide_by_is_refused():
+    q, k, v, *_ = inputs(8)
+    with pytest.raises(ValueError, match=r"softcap=1e-300 must be at least 1\.1754\d+e-38"):
+        ringflash.attention(q, k, v, softcap=1e-300)
+    assert ringflash.attention(q, k, v, softcap=2e-38).isfinite().all()
+
+
+def test_the_reference_needs_a_head_dimension():
+    empty = torch.zeros(1, 8, 2, 0)
+    with pytest.raises(ValueError, match="q has head dimension 0; the reference takes any of at least 1"):
+        ringflash.reference.attention(empty, empty, empty)

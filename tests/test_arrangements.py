@@ -261,7 +261,7 @@ def test_topologies_that_do_not_fit_are_refused(pool):
     [
         ({"arrangement": "star"}, ValueError, "arrangement='star' is unknown; it must be None or one of ring, double"),
         ({"arrangement": "double"}, ValueError, "arrangement='double' needs topology="),
-        ({"topology": 1.5}, TypeError, "topology is float; it must be 'hosts', a number of ranks a node"),
+        ({"topology": 1.5}, TypeError, "topology=1.5 is float; it must be 'hosts', a number of ranks a node"),
         ({"arrangement": ["ring"]}, ValueError, r"arrangement=\['ring'\] is unknown"),
         ({"topology": 2}, ValueError, "topology=2 ranks a node must be at least 1 and divide 1 ranks"),
         ({"topology": 0}, ValueError, "topology=0 ranks a node must be at least 1"),

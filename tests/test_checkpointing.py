@@ -57,7 +57,7 @@ SWITCHES = [
         ("selective", 1, ["attention"]),
         ("full", 2, ["activations"]),
         ("selective", 2, ["activations", "attention"]),
-        ("selective", LAYERS + 1, ["attention"]),
+        ("selective", LAYERS, ["attention"]),
     ]
 ]
 

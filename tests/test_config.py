@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from train.config import Batch, Config, ConfigError, check_paths, load
+from ringflash import arguments
+from train.config import Batch, Config, ConfigError, architecture, check_paths, load
 
 REPO = Path(__file__).resolve().parent.parent
 DEMO = REPO / "configs" / "demo.toml"
@@ -190,6 +191,31 @@ REFUSED = {
     "data.pattern=/a/*.txt": ("data.pattern = '/a/*.txt'", "matches"),
     "data.pattern=": ("data.pattern", "matches"),
     "model.architecture=qwen3": ("model.config.head_dim is missing", "qwen3"),
+    "model.config.vocab_size=1000000000000": ("vocab_size = 1000000000000", "an integer in [1, 2147483647]"),
+    "model.config.num_hidden_layers=1000000": ("num_hidden_layers = 1000000", "an integer in [1, 65536]"),
+    "model.config.num_hidden_layers=true": ("num_hidden_layers = True", "an integer in [1, 65536]"),
+    "model.config.hidden_act=sulu": ("hidden_act = 'sulu'", "one of gelu", "silu"),
+    "model.config.sliding_window=0": ("sliding_window = 0", "an integer in [1, 2147483647]"),
+    "model.config.sliding_window=-3": ("sliding_window = -3", "an integer in [1, 2147483647]"),
+    "model.config.sliding_window=2.5": ("sliding_window = 2.5", "an integer in [1, 2147483647]"),
+    "model.config.max_position_embeddings=-5": ("max_position_embeddings = -5", "an integer in [1, 2147483647]"),
+    "model.config.rms_norm_eps=-1e-6": ("rms_norm_eps = -1e-06", "a float between 0 and 1"),
+    "model.config.rms_norm_eps=1": ("rms_norm_eps = 1", "a float between 0 and 1"),
+    "model.config.attention_bias=1": ("attention_bias = 1", "a boolean"),
+    "model.config.query_pre_attn_scalar=-4": ("query_pre_attn_scalar = -4", "an integer in [1, 2147483647]"),
+    "model.config.decoder_sparse_step=0": ("decoder_sparse_step = 0", "an integer in [1, 2147483647]"),
+    "model.config.mlp_only_layers=[2]": ("mlp_only_layers holds 2", "0 to 1"),
+    "model.config.layer_types=['full_attention', 'chunked_attention']": ("'chunked_attention'", "'sliding_attention'"),
+    "model.config.layer_types=['full_attention']": ("layer_types has 1 entries", "2, one a layer"),
+    "model.config.rope_parameters=3": ("rope_parameters = 3", "a table with rope_type"),
+    "model.config.rope_parameters={rope_type='foo'}": ("rope_parameters.rope_type = 'foo'", "linear, dynamic, yarn"),
+    "model.config.rope_parameters={full_attention={rope_type='foo'}}": ("full_attention.rope_type = 'foo'", "linear"),
+    "model.config.rope_parameters={rope_type='linear'}": ("rope_parameters.factor is missing", "'linear'"),
+    "model.config.rope_parameters={rope_theta=-1}": ("rope_parameters.rope_theta = -1", "a positive number"),
+    "model.config.rope_scaling={type='su'}": ("rope_scaling.rope_type = 'su'", "longrope"),
+    "memory.checkpoint_every=3": ("memory.checkpoint_every = 3", "the model's 2 layers", "1 to 2"),
+    "model.config.dtype=float16": ("model.config.dtype = 'float16'", "model.dtype says it"),
+    "model.config.model_type=llama": ("model.config.model_type = 'llama'", "model.architecture says it"),
     # the optimizer
     "optimizer.momentum=0.9": ("optimizer.momentum", "'adamw'"),
     "optimizer.name=sgd": ("optimizer.betas", "'sgd'"),
@@ -204,6 +230,8 @@ REFUSED = {
     "train.seed=4294967296": ("train.seed = 4294967296", "less than 4294967296"),
     "optimizer.lr=1e300": ("optimizer.lr = 1e+300", "1e+30"),
     "launch.environment.WORLD_SIZE='3'": ("launch.environment.WORLD_SIZE", "torchrun", "leave it out"),
+    "launch.nodes=1000000000": ("launch.nodes = 1000000000", "65536"),
+    "train.steps=9223372036854775808": ("train.steps = 9223372036854775808", "9223372036854775807"),
     "launch.nodes=2": ("launch.nodes = 2", "launch.master_address"),
     "launch.master_address=host": ("launch.master_address = 'host'", "launch.nodes = 1"),
     "launch.scheduler=cron": ("'cron'", "'torchrun', 'slurm' or 'kubernetes'"),
@@ -213,6 +241,11 @@ REFUSED = {
     "metrics.dir=~/runs": ("metrics.dir = '~/runs'", "'~' and variables are not filled in"),
     "checkpoint.dir=/scratch/$USER": ("checkpoint.dir = '/scratch/$USER'", "written out"),
     "metrics.dir=${SCRATCH}/runs": ("metrics.dir = '${SCRATCH}/runs'", "written out"),
+    "data.path=": ("data.path = ''", "text of at least 1 character"),
+    "data.tokenizer=": ("data.tokenizer = ''", "text of at least 1 character"),
+    "metrics.dir=": ("metrics.dir = ''", "text of at least 1 character"),
+    "checkpoint.resume=": ("checkpoint.resume = ''", "text of at least 1 character"),
+    "memory.device_gb=1e300": ("memory.device_gb = 1e+300", "1000000000"),
     "metrics.peak_tflops=0": ("metrics.peak_tflops = 0", "greater than 0"),
     "memory.offload=['weights']": ("memory.offload", "'weights'", "'activations'"),
     "memory.offload=['attention', 'attention']": ("memory.offload", "twice"),
@@ -245,6 +278,48 @@ def test_R30_R55_a_length_that_does_not_divide_is_refused_with_the_next(layout, 
     else:
         with pytest.raises(ConfigError, match=f": {accepted} is the next that does"):
             demo(*overrides)
+
+
+def test_R30_the_next_length_is_one_that_is_accepted():
+    """Beyond 2^31 - 1 no length is: the one before is offered."""
+    with pytest.raises(ConfigError, match=": 2147483640 is the one before that does"):
+        demo("sequence.length=2147483647")
+
+
+def test_a_token_goes_to_as_many_experts_as_there_are():
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok = 8 must not be above model.config.num_experts = 4"):
+        demo("model.config.num_experts=4", "model.config.num_experts_per_tok=8")
+    demo("model.config.num_experts=4", "model.config.num_experts_per_tok=4")
+
+
+def test_a_window_that_qwen_would_not_use_is_refused():
+    kinds = "model.architecture=qwen2", "model.config.layer_types=['full_attention', 'sliding_attention']"
+    with pytest.raises(ConfigError, match=r"'sliding_attention', which needs model.config.use_sliding_window = true"):
+        demo(*kinds, "model.config.sliding_window=16")
+    demo(*kinds, "model.config.sliding_window=16", "model.config.use_sliding_window=true")
+
+
+def test_a_null_of_a_folder_is_as_if_left_out():
+    table = demo().model_dump(exclude_unset=True)
+    table["model"]["config"] |= {"head_dim": None, "sliding_window": None, "rope_scaling": None, "layer_types": None}
+    assert Config.model_validate(table).model.config["head_dim"] is None
+
+
+def test_the_words_of_transformers_are_known():
+    """They stand in the configuration again, because it imports no transformers."""
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert set(architecture.ACTIVATIONS) == set(ACT2FN)
+    assert set(architecture.ROPE_NEEDS) == {*ROPE_INIT_FUNCTIONS, "default"}
+    assert set(architecture.HEAD_DIMS) == set(arguments.HEAD_DIMS)
+
+
+def test_a_needle_lies_inside_the_sequence_where_a_run_looks_for_it():
+    long = "evaluation.needle.lengths=[64, 8193]"
+    with pytest.raises(ConfigError, match=r"lengths holds 8193: at most sequence.length = 8192 is accepted"):
+        demo(long, "evaluation.every=3")
+    demo(long)
 
 
 def test_an_optimizer_in_host_memory_needs_zero():

@@ -70,6 +70,11 @@ def test_documents_count_by_their_own_length():
     assert flops.step_flops(shape, []) == StepFlops(0, 0)
 
 
+def test_documents_may_be_counted_by_their_length():
+    shape = ModelShape(matmul_params=10, heads=2, head_dim=16, windows=(None, 4, None))
+    assert flops.step_flops(shape, {7: 3, 5: 1}) == flops.step_flops(shape, [7, 7, 5, 7])
+
+
 def test_one_long_document_is_half_of_full_attention():
     shape = ModelShape(matmul_params=1, heads=32, head_dim=128, windows=(None,) * 32)
     length = 2**20

@@ -83,6 +83,11 @@ def test_R30_a_length_that_does_not_divide_is_refused_with_the_padded_one(name, 
     assert ring.layout(padded, cu_seqlens=[0, seq_len]).seq_len == padded
 
 
+def test_R30_a_length_that_would_be_accepted_is_offered_where_the_padded_one_is_not():
+    with pytest.raises(ValueError, match=r"multiple of 8 .*; positions are int32, so 2147483640 is the most"):
+        ring_at(0, 4, "zigzag").layout(2**31 - 1)
+
+
 @pytest.mark.parametrize(("name", "multiple"), [("contiguous", 6), ("zigzag", 12), ("striped", 6), ("balanced", 6)])
 def test_divisors_are_counted_in_all_ranks(name, multiple):
     assert LAYOUTS[name].multiple(3, 2) == multiple

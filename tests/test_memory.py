@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -313,11 +314,53 @@ def test_where_no_length_fits_it_says_so():
     assert "No length fits as it is; " in said and "on each GPU, which has 10.0 GB" in said
 
 
-@pytest.mark.parametrize("word", ["nan", "-5", "0", "much"])
+@pytest.mark.parametrize("word", ["nan", "-5", "0", "much", "1e300"])
 def test_a_machine_has_a_positive_number_of_gigabytes(word, capsys):
     with pytest.raises(SystemExit):
         plan.main(["run.toml", f"--device-gb={word}"])
     assert f"--device-gb: {word} must be a positive number of gigabytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+@pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
+def test_of_few_layers_that_are_asked_one_holds_the_most_of_all(checkpoint, zero):
+    draw = random.Random(f"{checkpoint}{zero}")
+    for _ in range(200):
+        layers, params = draw.randint(1, 40), draw.choice([1, 1000, 10**6, 10**9])
+        sizes = memory.Sizes(
+            layers=layers, width=draw.choice([1, 64, 4096]), query_width=64, key_width=32, mlp_width=128, heads=1,
+            kv_heads=1, vocabulary=draw.choice([1, 1000, 10**6]), layer_params=params, mlp_params=params,
+            embeddings=draw.choice([1, 2]), head_norms=False,
+        )  # fmt: skip
+        offload = [kind for kind in ("activations", "attention", "optimizer") if draw.random() < 0.4]
+        switches = Memory(checkpoint=checkpoint, checkpoint_every=draw.randint(1, layers), offload=offload)
+        at = memory.Step(
+            tokens=draw.choice([1, 100, 10**5]), sequence=10**5, number_bytes=draw.choice([2, 4]), memory=switches,
+            zero=zero, trained=draw.choice([None, 0, 1, sizes.params // 2, sizes.params]),
+            accumulation=draw.choice([1, 2]),
+        )  # fmt: skip
+        held = [sum(memory.held(sizes, at, left).values()) for left in range(layers, 0, -1)]
+        asked = [held[layers - left] for left in memory.turns(sizes, at)]
+        assert max(asked) == max(held), (sizes, at)
+
+
+def test_a_deep_model_is_planned_by_few_of_its_layers():
+    deep = planned("model.config.num_hidden_layers=65536", "memory.checkpoint_every=64")
+    assert len(memory.turns(deep.sizes, deep.step())) < 50
+    assert "does not fit" in deep.refusal(limits(141, 1900), flops.RATES["H200"])
+
+
+def test_a_step_of_many_sequences_is_counted_once():
+    """One second a sequence more, or memory for each, and `plan` would not answer."""
+    one, many = (planned(f"train.global_batch={count}") for count in (1, 10**12))
+    times = [sum(plan_.seconds(plan_.step(), flops.RATES["H200"]).values()) for plan_ in (one, many)]
+    assert times[1] == pytest.approx(10**12 * times[0])
+
+
+def test_the_longest_is_a_length_that_is_accepted():
+    roomy = planned("parallel.ring=6", "launch.processes_per_node=6", "sequence.length=131088")
+    longest = roomy.longest(roomy.step(), limits(10**9, 10**9))
+    assert 2**31 - 2 * 128 * 2 * 6 < longest < 2**31 and longest % (128 * 2 * 6) == 0
 
 
 def test_check_refuses_before_anything_is_allocated():

@@ -108,6 +108,33 @@ def test_a_second_derivative_is_refused_by_name():
         sum(grad.square().sum() for grad in grads).backward()
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
+def test_a_transform_of_torch_func_is_refused_by_name(transform):
+    q, k, v, *_ = inputs(8)
+    layout = Ring().layout(8)
+    with pytest.raises(NotImplementedError, match=r"ringflash: attention is not differentiated .* by torch\.func"):
+        transform(lambda x: ringflash.attention(x, k, v).sum())(q)
+    with pytest.raises(NotImplementedError, match=r"layout\.unshard is not differentiated .* by torch\.func"):
+        transform(lambda x: layout.unshard(x).sum())(q)
+
+
+def test_a_forward_mode_derivative_is_refused_by_name():
+    q, k, v, *_ = inputs(8)
+    forward = torch.autograd.forward_ad
+    with forward.dual_level(), pytest.raises(NotImplementedError, match="attention has no forward-mode derivative"):
+        ringflash.attention(forward.make_dual(q, q), k, v)
+
+
+def test_vmap_is_a_call_for_each():
+    q, k, v, dout, _ = (torch.stack([x, x.flip(1), 2 * x]) for x in inputs(8))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    one_by_one = torch.stack([ringflash.attention(*row, window=3) for row in zip(*leaves, strict=True)])
+    batched = torch.vmap(lambda *x: ringflash.attention(*x, window=3))(*leaves)
+    assert torch.equal(batched, one_by_one)
+    grads = (torch.autograd.grad(out, leaves, dout) for out in (batched, one_by_one))
+    assert all(torch.equal(batched, alone) for batched, alone in zip(*grads, strict=True))
+
+
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_R13_under_autocast_inputs_are_cast_and_gradients_come_back_in_their_own_type(backward_inside):
     q, k, v, dout, _ = inputs(64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import played
 import pytest
 import torch
@@ -98,6 +100,9 @@ def test_a_kernel_that_caps_no_scores_says_so(kernel):
         ({"softcap": 0.0}, ValueError, r"softcap=0.0 must be positive and finite, or None"),
         ({"softcap": float("inf")}, ValueError, r"softcap=inf must be positive"),
         ({"softcap": True}, TypeError, r"softcap=True is bool"),
+        ({"scale": "1"}, TypeError, r"scale='1' is str; it must be a finite float or None"),
+        ({"scale": torch.nan}, ValueError, r"scale=nan must be finite"),
+        ({"return_lse": 1}, TypeError, r"return_lse=1 is int; it must be True or False"),
         ({"sinks": [0.0] * HEADS}, TypeError, r"sinks is list; it must be a floating-point tensor \[H\]"),
         ({"sinks": torch.zeros(HEADS, dtype=torch.int32)}, TypeError, r"sinks is torch.int32"),
         ({"sinks": torch.zeros(2)}, ValueError, r"sinks has shape \[2\]; it must be \[4\]"),
@@ -105,8 +110,38 @@ def test_a_kernel_that_caps_no_scores_says_so(kernel):
 )
 def test_a_wrong_argument_is_refused(given, kind, message):
     q, k, v, *_ = inputs(SIZE)
-    with pytest.raises(kind, match=message):
-        ringflash.attention(q, k, v, **given)
+    for function in (ringflash.attention, ringflash.explain):
+        with pytest.raises(kind, match=message):
+            function(q, k, v, **given)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("mask", [{}, {"window": 3}, {"cu_seqlens": [0, 20, 53]}], ids=["causal", "window", "padding"])
+def test_a_sink_that_is_no_number_shows_in_its_head_and_in_no_other(value, kernel, mask):
+    def results(sink: float) -> dict[str, torch.Tensor]:
+        sinks = torch.tensor([0.5, sink, -1.0, 0.0])
+        return differentiated(ringflash.attention, inputs(SIZE), sinks=sinks, kernel=kernel, **mask)
+
+    wrong, right = results(value), results(0.0)
+    see = mask.get("cu_seqlens", [SIZE])[-1]
+    assert wrong["out"][:, :see, 1].isnan().all() and wrong["dq"][:, :see, 1].isnan().any()
+    assert wrong["dk"][:, :, 0].isnan().any() and wrong["dsinks"][1].isnan()
+    others = [0, 2, 3]
+    for name in ("out", "dq"):
+        assert torch.equal(wrong[name][:, :, others], right[name][:, :, others]), name
+    assert torch.equal(wrong["lse"][:, others], right["lse"][:, others])
+    assert torch.equal(wrong["dsinks"][others], right["dsinks"][others])
+    assert torch.equal(wrong["dk"][:, :, 1], right["dk"][:, :, 1]), "the keys of the other heads"
+
+
+def test_explain_takes_what_attention_takes():
+    q, k, v, *_ = inputs(SIZE)
+    given = {"scale": 0.3, "sinks": torch.zeros(HEADS), "softcap": 2.0, "return_lse": True, "window": 5}
+    assert ringflash.explain(q, k, v, **given) == ringflash.explain(q, k, v, softcap=2.0, window=5)
+    taken = [inspect.signature(function).parameters for function in (ringflash.attention, ringflash.explain)]
+    assert list(taken[0]) == list(taken[1]), "the same names in the same order"
+    assert {n: p.default for n, p in taken[0].items()} == {n: p.default for n, p in taken[1].items()}
 
 
 def test_the_gradient_of_sinks_has_their_type():

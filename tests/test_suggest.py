@@ -97,6 +97,11 @@ def test_every_way_to_split_the_ranks_is_there_and_none_that_heads_forbid():
     assert str(found).count("->") == 1 and len(str(found).splitlines()) == 1 + len(kinds)
 
 
+def test_many_ranks_and_heads_are_counted_at_once():
+    found = ringflash.suggest(**GIVEN | {"seq_len": 2**30, "gpus_per_node": 2**29, "heads": 2**30})
+    assert {x.ulysses for x in found.alternatives} == {2**power for power in range(30)}
+
+
 def test_what_does_not_fit_is_shown_and_not_chosen():
     free = ringflash.suggest(**TWO_NODES)
     limit = free.best.memory_bytes - 1
@@ -127,6 +132,15 @@ def test_what_does_not_fit_is_shown_and_not_chosen():
         ({"transit": torch.float16}, ValueError, "transit=torch.float16 must be one of"),
         ({"causal": 1}, TypeError, "causal=1 is int"),
         ({"seq_len": 1000}, ValueError, "seq_len=1000 must be a multiple of 16 for 8 GPUs; pad to 1008"),
+        (
+            {"seq_len": 2**31 - 1},
+            ValueError,
+            "multiple of 16 for 8 GPUs; positions are int32, so 2147483632 is the most",
+        ),
+        ({"gpus_per_node": 2**31 - 1}, ValueError, "for 2147483647 GPUs; .* no length is: fewer ranks are needed"),
+        ({"gpus_per_node": 2**31}, ValueError, "gpus_per_node=2147483648 must be at most 2147483647"),
+        ({"heads": 8 * 10**400}, ValueError, "must be at most 2147483647"),
+        ({"link_bytes_per_s": 10**400}, ValueError, "must be positive and finite"),
         ({"memory_bytes": -1}, ValueError, "memory_bytes=-1 must be at least 1"),
     ],
 )

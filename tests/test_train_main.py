@@ -120,12 +120,19 @@ def test_a_run_from_end_to_end(config):
 
 
 def test_a_refusal_after_the_start_is_one_sentence_too(config):
-    done, verdicts = torchrun(config, "model.config.hiden_act=silu")
-    _caches, *sentences = [line for line in done.stderr.splitlines() if line.startswith("ringflash: ")]
-    assert sentences == ["ringflash: model.config.hiden_act is not a key of 'llama': did you mean 'hidden_act'?"]
+    done, verdicts = torchrun(config, "memory.host_gb=0.001", "memory.offload=['optimizer']")
+    _caches, sentence = [line for line in done.stderr.splitlines() if line.startswith("ringflash: ")]
+    assert re.match(r"ringflash: sequence.length = \d+ does not fit: 2 processes take", sentence)
     assert done.returncode != 0
     assert verdicts[0].code == 2
-    assert "hiden_act" in verdicts[0].error
+    assert "does not fit" in verdicts[0].error
+
+
+def test_what_transformers_refuses_is_refused_before_a_device_is_taken(config):
+    done, verdicts = torchrun(config, "model.config.hiden_act=silu")
+    sentences = [line for line in done.stderr.splitlines() if line.startswith("ringflash: ")]
+    assert sentences == ["ringflash: model.config.hiden_act is not a key of 'llama': did you mean 'hidden_act'?"]
+    assert verdicts[0].code == 2
 
 
 def test_a_config_of_many_gpus_trains_without_a_ring_and_its_idle_words_are_told(config):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from . import loop, stopping, verdict, world
 from .config import check_packages, check_paths, load, resolve
 from .evaluation import standalone
+from .model import config_of
 from .nonfinite import NonFiniteError
 from .saver import CheckpointError
 from .verdict import DONE, FAILED, REFUSED, STOPPED
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.evaluate:
             check_packages(config)
         config = resolve(config)
+        config_of(config.model, config.sequence.length)  # what transformers refuses, before a GPU is touched
         with world.start(config, place) as joined:
             if arguments.evaluate:
                 standalone.evaluate(config, joined)

@@ -3,6 +3,7 @@
 Pure functions on plain numbers; no torch. Called by `loop` and `plan`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,6 +33,10 @@ PEAK_TFLOPS = {
     "MI250X": 191.5,
 }
 """Part of a card's name -> dense bf16 peak in TFLOP/s; the first that fits counts. Source: vendors' data sheets."""
+
+
+Lengths = Iterable[int] | Mapping[int, int]
+"""Of documents, in tokens; or a length -> how many have it."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +78,23 @@ def describe(config: Any) -> ModelShape:
     width, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or width // heads
     attention = 2 * width * head_dim * (heads + config.num_key_value_heads)
-    layers = config.num_hidden_layers * attention + sum(_mlp(config, i) for i in range(config.num_hidden_layers))
     return ModelShape(
-        matmul_params=layers + config.vocab_size * width,
+        matmul_params=config.num_hidden_layers * attention + _mlps(config) + config.vocab_size * width,
         heads=heads,
         head_dim=head_dim,
         windows=windows_of(config),
     )
 
 
-def _mlp(config: Any, layer: int) -> int:
-    """Parameters of a layer's MLP that a token goes through: of experts the chosen ones, and the router."""
-    experts = getattr(config, "num_experts", 0)
-    if not experts or layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step:
-        return 3 * config.hidden_size * config.intermediate_size
-    return config.hidden_size * (3 * config.num_experts_per_tok * config.moe_intermediate_size + experts)
+def _mlps(config: Any) -> int:
+    """Parameters of all MLPs that a token goes through: of experts the chosen ones, and the router."""
+    width, layers, experts = config.hidden_size, config.num_hidden_layers, getattr(config, "num_experts", 0)
+    sparse = 0
+    if experts:
+        every, dense = config.decoder_sparse_step, set(config.mlp_only_layers or ())
+        sparse = layers // every - sum(1 for layer in dense if 0 <= layer < layers and (layer + 1) % every == 0)
+    chosen = 3 * config.num_experts_per_tok * config.moe_intermediate_size + experts if sparse else 0
+    return width * (sparse * chosen + (layers - sparse) * 3 * config.intermediate_size)
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
@@ -110,13 +117,20 @@ def visible_pairs(length: int, window: int | None = None) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def step_flops(shape: ModelShape, lengths: Iterable[int]) -> StepFlops:
+def step_flops(shape: ModelShape, lengths: Lengths) -> StepFlops:
     """Model FLOPs of a step on documents of these lengths, in tokens, padding left out. See FORMULA."""
-    lengths = list(lengths)
-    layers_of = {window: shape.windows.count(window) for window in shape.windows}
-    pairs = sum(count * visible_pairs(length, window) for window, count in layers_of.items() for length in lengths)
+    documents = Counter(lengths)
+    pairs = sum(
+        layers * number * visible_pairs(length, window)
+        for window, layers in Counter(shape.windows).items()
+        for length, number in documents.items()
+    )
     per_token = 6 * shape.matmul_params - 2 * shape.frozen_params
-    return StepFlops(per_token * sum(lengths), 12 * shape.heads * shape.head_dim * pairs)
+    return StepFlops(per_token * _tokens(documents), 12 * shape.heads * shape.head_dim * pairs)
+
+
+def _tokens(documents: Counter[int]) -> int:
+    return sum(length * number for length, number in documents.items())
 
 
 def peak_tflops(device_name: str, dtype: str, given: float | None) -> tuple[float | None, str | None]:
@@ -210,7 +224,7 @@ def passes(checkpoint: str, every: int, *, tiled: bool) -> Passes:
 
 
 def step_seconds(
-    shape: ModelShape, lengths: Iterable[int], rates: Rates, runs: Passes, *,
+    shape: ModelShape, lengths: Lengths, rates: Rates, runs: Passes, *,
     mlp_params: int, head_params: int, loss: str = "chunked", ranks: int = 1, moved_bytes: int = 0,
     elementwise_bytes: int = 0,
 ) -> dict[str, float]:  # fmt: skip
@@ -220,9 +234,9 @@ def step_seconds(
     moved_bytes: of one rank to host memory, and as many back: what computing does not hide of it is counted
     elementwise_bytes: read and written a token, see `elementwise`
     """
-    lengths = list(lengths)
-    tokens = sum(lengths)
-    forward = step_flops(shape, lengths).attention / 3
+    documents = Counter(lengths)
+    tokens = _tokens(documents)
+    forward = step_flops(shape, documents).attention / 3
     layers = shape.matmul_params - head_params
     dense = 2 * tokens * (layers * (runs.layer + 2) + mlp_params * runs.mlp + head_params * HEAD_PRODUCTS[loss])
     speed = rates.attention_of(shape.head_dim)

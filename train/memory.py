@@ -24,6 +24,8 @@ GROUP_NUMEL = 10**9
 """Numbers that DeepSpeed updates at a time at ZeRO 3."""
 SUM_BYTES = 2**30
 """Of dq in fp32 beside dq, where a head takes no more; the same as `kernels.gluon.launch.SUM_BYTES`."""
+MAX_TOKENS = 2**31 - 1
+"""Of a sequence: positions are int32."""
 LAID_OUT = "weights as they are laid out"
 """What of host memory a process takes at its start alone."""
 
@@ -201,22 +203,40 @@ def moments(sizes: Sizes, step: Step) -> Iterator[Moment]:
     update.
     """
     lasting = weights(sizes, step) | data(sizes, step)
-
-    def held(left: int) -> Parts:
-        done = (sizes.layers - left + 1) * sizes.layer_params + sizes.head_params
-        return gradients(sizes, step, done) | kept(sizes, step, left)
-
-    # gradients grow from layer to layer, and what layers keep falls in steps of their groups: it may be any of them
-    left = max(range(sizes.layers, 0, -1), key=lambda left: sum(held(left).values()))
+    left = max(turns(sizes, step), key=lambda left: sum(held(sizes, step, left).values()))
     place = {sizes.layers: "first layer", 1: "last layer"}.get(left, f"layer {sizes.layers - left + 1}")
     for name, work in (("MLP", mlp_backward), ("attention", attention_backward)):
-        yield Moment(f"backward of {name} in its {place}", lasting | held(left) | work(sizes, step))
+        yield Moment(f"backward of {name} in its {place}", lasting | held(sizes, step, left) | work(sizes, step))
     lasting |= kept(sizes, step, sizes.layers, inside=False)
     yield Moment("loss", lasting | loss(sizes, step))
     head = gradients(sizes, step, sizes.head_params)
     yield Moment("backward of the last norm", lasting | head | last_norm(sizes, step))
     whole = gradients(sizes, step, sizes.params)
     yield Moment("update", weights(sizes, step) | whole | update(sizes, step))
+
+
+def held(sizes: Sizes, step: Step, left: int) -> Parts:
+    """What layers hold when the backward is in the one with this number, from 1 for the lowest."""
+    done = (sizes.layers - left + 1) * sizes.layer_params + sizes.head_params
+    return gradients(sizes, step, done) | kept(sizes, step, left)
+
+
+def turns(sizes: Sizes, step: Step) -> list[int]:
+    """Layers, the first of the backward in front, among which is the one beside whose backward most is held.
+
+    Gradients grow evenly from layer to layer until all trained weights have theirs, and what layers keep falls evenly
+    from group to group and inside a group, but for its lowest layer and for the last two layers. So it is at an end of
+    a group, and the group is the first, the last, or where gradients stop growing, or next to one of them: few are
+    asked, however many there are.
+    """
+    layers, every = sizes.layers, step.memory.checkpoint_every
+    full = layers + 1 - (trained_params(sizes, step) - sizes.head_params) // sizes.layer_params
+    found = {full, full - 1, full + 1}
+    for layer in (1, layers, min(max(full, 1), layers)):
+        group = (layer - 1) // every
+        for start in ((group + near) * every for near in (-2, -1, 0, 1, 2)):
+            found |= {start + 1, start + 2, start + 3, start + every - 1, start + every}
+    return sorted({min(max(layer, 1), layers) for layer in found}, reverse=True)
 
 
 def weights(sizes: Sizes, step: Step) -> Parts:
@@ -472,7 +492,7 @@ def update(sizes: Sizes, step: Step) -> Parts:
 
 
 def longest(sizes: Sizes, step: Step, fits: Callable[[Prediction], bool], *, multiple: int) -> int:
-    """The longest sequence, in tokens, whose step fits; a multiple of `multiple`; 0 if none does.
+    """The longest sequence, in tokens, whose step fits; a multiple of `multiple` below 2^31; 0 if none does.
 
     The number of ranks stays, so tokens of a rank grow with the sequence.
     """
@@ -482,9 +502,10 @@ def longest(sizes: Sizes, step: Step, fits: Callable[[Prediction], bool], *, mul
         length = count * multiple
         return fits(predict(sizes, replace(step, tokens=int(length * share), sequence=length)))
 
-    low, high = 0, 1
-    while works(high) and high * multiple < 2**31:
+    low, high, most = 0, 1, MAX_TOKENS // multiple
+    while high <= most and works(high):
         low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if works(middle) else (low, middle)

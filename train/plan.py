@@ -65,18 +65,11 @@ class Plan:
     """A run's memory and time, and those of runs near it.
 
     hf: its transformers config; updates: False for the model alone, without DeepSpeed and optimizer
-    Raises: ValueError for a memory.checkpoint_every beyond the number of layers.
     """
 
     def __init__(self, config: Config, hf: Any, world_size: int, *, updates: bool = True) -> None:
         self.config, self._world_size, self._updates = config, world_size, updates
         self.sizes, self.shape = memory.sizes_of(hf), flops.describe(hf)
-        every = config.memory.checkpoint_every
-        if every > self.sizes.layers:
-            raise ValueError(
-                f"memory.checkpoint_every = {every} is more than the model's {self.sizes.layers} layers: "
-                f"1 to {self.sizes.layers} is accepted, {self.sizes.layers} keeps the first layer's states alone"
-            )
 
     def step(self, switches: Any = None) -> memory.Step:
         """What its memory depends on. switches: another [memory]."""
@@ -230,13 +223,13 @@ def changes(before: Any, after: Any) -> list[str]:
 
 
 def _gigabytes(text: str) -> float:
-    """A positive number of gigabytes, from the command line."""
+    """A positive number of gigabytes, from the command line; 10^18 bytes at most."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a positive number of gigabytes")
+    if not 0 < number <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text} must be a positive number of gigabytes, at most 1e9")
     return number
 
 
@@ -290,10 +283,9 @@ def loaded(path: str, overrides: Sequence[str]) -> Config:
         return load(path, [*overrides, "launch.master_address=unknown"])
 
 
-def _cut(tokens: int, document: int) -> list[int]:
-    """Documents of that length and what is left of the tokens."""
-    rest = [tokens % document] if tokens % document else []
-    return [document] * (tokens // document) + rest
+def _cut(tokens: int, document: int) -> dict[int, int]:
+    """Documents of that length, and one of what is left of the tokens: length -> how many."""
+    return {document: tokens // document, tokens % document: 1}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

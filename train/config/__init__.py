@@ -5,6 +5,7 @@ Here lives what can be judged before a GPU is touched. Nothing of torch, transfo
 
     sections.py   a class for each table of the file: its keys, their types, defaults and meaning
     rules.py      what must hold between keys; RULES is the table
+    architecture.py  the rules of it that are of [model]: what [model.config] may hold
     run.py        Config: the tables together, and the sizes that follow from them
     file.py       load: TOML and overrides -> Config
     folders.py    check_paths: the folders that the keys name
@@ -14,12 +15,12 @@ Here lives what can be judged before a GPU is touched. Nothing of torch, transfo
     refusal.py    ConfigError, and the one sentence for what pydantic refused
 """
 
+from .architecture import MODEL_REFUSED
 from .file import load
 from .folders import check_paths, was_pruned
 from .packages import check_packages
 from .pretrained import resolve
 from .refusal import ConfigError
-from .rules import MODEL_REFUSED
 from .run import Batch, Config
 from .sections import (
     Checkpoint,

@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from .architecture import MODEL_SHAPE
 from .refusal import ConfigError, sentence
-from .rules import MODEL_SHAPE
 from .run import Config
 from .sections import Model
 

@@ -38,6 +38,7 @@ def sentence(error: ValidationError, config: type[BaseModel]) -> str:
     for theirs, ours in (
         ("Input should be", "accepted is"),
         ("String should match pattern", "accepted is text that matches"),
+        ("String should have", "accepted is text of"),
         ("List should have", "accepted is an array of"),
         (" after validation", ""),
         ("a valid integer", "an integer"),

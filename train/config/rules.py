@@ -1,55 +1,21 @@
 """What must hold between keys. RULES is the table: `run.Config` asks them in this order; the first that fails speaks.
 
 A rule is a function of the whole configuration that raises ConfigError: one sentence with the keys, their values and
-what would be accepted. It looks at no file and no device, and may rely on the rules before it.
+what would be accepted. It looks at no file and no device, and may rely on the rules before it. Those of [model] are in
+`architecture`.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from . import architecture
 from .refusal import ConfigError
 
 if TYPE_CHECKING:
     from .run import Config
     from .sections import Source
-
-BYTE_VOCABULARY = 258
-"""Ids of the built-in byte tokenizer: 0-255 the bytes, 256 end of document, 257 padding."""
-
-MODEL_SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-"""Keys that [model.config] must spell out, so that no run takes its shape from a default of transformers."""
-
-ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": (("factor", "original_length"), ()),
-    "yarn": (("factor", "original_length"), ("attention_factor", "beta_fast", "beta_slow")),
-    "llama3": (("factor", "original_length", "low_freq_factor", "high_freq_factor"), ()),
-    "longrope": (("short_factor", "long_factor", "original_length"), ("factor", "attention_factor")),
-}
-"""model.rope.type -> keys of [model.rope] that it needs, and those that it may have."""
-
-HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
-"""Head dimensions that ringflash.attention computes."""
-
-MODEL_REFUSED = {
-    "attention_dropout": "attention over a ring has no dropout",
-    "attn_logit_softcapping": "the kernels cap no scores",
-    "final_logit_softcapping": "the chunked loss caps no logits",
-    "output_router_logits": "the loss that balances experts is not linear in the tokens, so no sum over ranks is exact",
-    "use_bidirectional_attention": "the loss needs a causal model",
-}
-"""Keys of [model.config] that would change the model, and why they cannot be honoured."""
 
 
 VARIABLE_KEYS = {
@@ -137,64 +103,6 @@ def _check_source_of_model(config: "Config") -> None:
         )
 
 
-def _check_shape(config: "Config") -> None:
-    table = config.model.config
-    if not config.model.is_known:
-        return
-    for key in MODEL_SHAPE:
-        if key not in table:
-            near = difflib.get_close_matches(key, table, n=1)
-            hint = f"; did you mean it by {near[0]!r}?" if near else ""
-            raise ConfigError(f"model.config.{key} is missing, an integer >= 1 is needed{hint}")
-        if type(table[key]) is not int or table[key] < 1:
-            raise ConfigError(f"model.config.{key} = {table[key]!r}: an integer >= 1 is accepted")
-
-
-def _check_vocabulary(config: "Config") -> None:
-    if not config.model.is_known:
-        return
-    size = config.model.config["vocab_size"]
-    if config.data.tokenizer == "bytes" and size < BYTE_VOCABULARY:
-        raise ConfigError(
-            f"model.config.vocab_size = {size} does not hold the tokenizer 'bytes': "
-            f"at least {BYTE_VOCABULARY} is needed"
-        )
-    padding = config.model.config.get("pad_token_id")
-    if type(padding) is int and not -size <= padding < size:
-        raise ConfigError(f"model.config.pad_token_id = {padding} is no id below model.config.vocab_size = {size}")
-
-
-def _check_refused(config: "Config") -> None:
-    table = config.model.config
-    for key, reason in MODEL_REFUSED.items():
-        if table.get(key):
-            raise ConfigError(f"model.config.{key} = {table[key]!r}: {reason}; leave it out")
-
-
-def _check_rope(config: "Config") -> None:
-    rope = config.model.rope
-    given = {key for key in rope.model_fields_set - {"type", "theta"} if getattr(rope, key) is not None}
-    if rope.type is None:
-        if given:
-            raise ConfigError(
-                f"model.rope.{min(given)} is given without model.rope.type: one of {', '.join(ROPE_KEYS)}"
-            )
-        return
-    needed, possible = ROPE_KEYS[rope.type]
-    for key in needed:
-        if key not in given:
-            raise ConfigError(f"model.rope.{key} is missing: model.rope.type = {rope.type!r} needs it")
-    if unused := given - {*needed, *possible}:
-        raise ConfigError(f"model.rope.{min(unused)} is given but model.rope.type = {rope.type!r} does not use it")
-    if rope.type == "longrope" and not given & {"factor", "attention_factor"}:
-        raise ConfigError("model.rope.factor is missing: longrope needs it, or model.rope.attention_factor")
-    if rope.type == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:  # type: ignore[operator]
-        raise ConfigError(
-            f"model.rope.high_freq_factor = {rope.high_freq_factor} must be above model.rope.low_freq_factor = "
-            f"{rope.low_freq_factor}"
-        )
-
-
 def _check_trainable(config: "Config") -> None:
     if config.train.trainable == "lora" and config.model.pretrained is None:
         raise ConfigError("train.trainable = 'lora' needs model.pretrained: adapters of random weights are of no use")
@@ -208,18 +116,6 @@ def _check_gradients(config: "Config") -> None:
             "parallel.zero = 0 with model.dtype = 'bfloat16' would accumulate gradients in bfloat16: "
             "parallel.zero = 1, 2, 3 or model.dtype = 'float32' is accepted"
         )
-
-
-def _check_head_dim(config: "Config") -> None:
-    table, architecture = config.model.config, config.model.architecture
-    if not config.model.is_known:
-        return
-    if "head_dim" not in table and architecture in ("qwen3", "qwen3_moe", "gemma3_text"):
-        raise ConfigError(f"model.config.head_dim is missing: {architecture} does not derive it from hidden_size")
-    head_dim = table.get("head_dim", table["hidden_size"] / table["num_attention_heads"])
-    if head_dim not in HEAD_DIMS:
-        name = "model.config.head_dim" if "head_dim" in table else "model.config.hidden_size / num_attention_heads"
-        raise ConfigError(f"{name} = {head_dim!r}: accepted is {', '.join(map(str, HEAD_DIMS))}")
 
 
 def _check_heads(config: "Config") -> None:
@@ -260,10 +156,16 @@ def _check_topology(config: "Config") -> None:
 def _check_sequence(config: "Config") -> None:
     length, layout = config.sequence.length, config.sequence.layout
     divisor = config.sequence_parallel * (2 if layout == "zigzag" else 1)
-    if length % divisor:
+    if over := length % divisor:
+        following = length - over + divisor
+        fits = f"{following} is the next that does"
+        if following > architecture.MAX_SIZE:
+            fits = (
+                f"{length - over} is the one before that does" if length > over else "so many ranks share no sequence"
+            )
         raise ConfigError(
             f"sequence.length = {length} must divide by {divisor} for layout '{layout}' "
-            f"over {config.sequence_parallel} ranks: {length + divisor - length % divisor} is the next that does"
+            f"over {config.sequence_parallel} ranks: {fits}"
         )
 
 
@@ -323,6 +225,12 @@ def _check_memory(config: "Config") -> None:
                 "memory.offload holds 'activations' but memory.checkpoint = 'none' keeps no hidden states alone: "
                 "'selective' or 'full' is needed"
             )
+    layers = config.model.config["num_hidden_layers"] if config.model.is_known else memory.checkpoint_every
+    if memory.checkpoint_every > layers:
+        raise ConfigError(
+            f"memory.checkpoint_every = {memory.checkpoint_every} is more than the model's {layers} layers: "
+            f"1 to {layers} is accepted, {layers} keeps the first layer's states alone"
+        )
     if "attention" in memory.offload and memory.checkpoint != "selective":
         raise ConfigError(
             f"memory.offload holds 'attention' but memory.checkpoint = {memory.checkpoint!r} does not keep it apart: "
@@ -374,6 +282,11 @@ def _check_needle(config: "Config") -> None:
         for key in ("depths", "samples", "seed"):
             if key in needle.model_fields_set:
                 raise ConfigError(f"evaluation.needle.{key} is given but evaluation.needle.lengths is not")
+    elif config.evaluation.every is not None and needle.lengths[-1] > config.sequence.length:
+        raise ConfigError(
+            f"evaluation.needle.lengths holds {needle.lengths[-1]}: at most sequence.length = {config.sequence.length} "
+            "is accepted"
+        )
 
 
 def _check_rising(name: str, values: Sequence[float]) -> None:
@@ -388,13 +301,16 @@ RULES: tuple[Callable[["Config"], None], ...] = (
     _check_batch,
     _check_data,
     _check_source_of_model,
-    _check_rope,
+    architecture.check_rope,
     _check_trainable,
-    _check_shape,
-    _check_vocabulary,
-    _check_refused,
+    architecture.check_values,
+    architecture.check_shape,
+    architecture.check_vocabulary,
+    architecture.check_refused,
     _check_gradients,
-    _check_head_dim,
+    architecture.check_head_dim,
+    architecture.check_layers,
+    architecture.check_experts,
     _check_heads,
     _check_topology,
     _check_sequence,

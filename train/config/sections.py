@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1)]  # the integers of TOML
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Gigabytes = Annotated[float, Field(gt=0, le=1e9)]  # 10^18 bytes at most
 Seconds = Annotated[int, Field(ge=1, le=31_536_000)]  # a year: clocks and libraries overflow far behind it
+Named = Annotated[str, Field(min_length=1)]  # an empty path would be the folder at hand
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
@@ -52,7 +54,7 @@ class Rope(Section):
 
 
 class Model(Section):
-    pretrained: str | None = None
+    pretrained: Named | None = None
     """Local folder with config.json and safetensors of transformers, which the weights come from; left out: random."""
     architecture: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text"] | None = None
     """`model_type` of a decoder model of transformers; left out: that of pretrained."""
@@ -70,19 +72,19 @@ class Model(Section):
 
 
 class Source(Section):
-    path: str
+    path: Named
     """Folder, or one file of a format but "datasets"; for "text" also "stdlib": Python's standard library."""
     format: Literal["text", "jsonl", "parquet", "datasets"]
     """ "datasets": whatever the datasets library loads from a local folder, through its cache unless it saved it."""
     pattern: Annotated[str, Field(pattern=r"^[^/]")] | None = None
     """Which files of a folder are read, as a glob; left out: **/*.txt, **/*.jsonl or **/*.parquet."""
-    field: str = "text"
+    field: Named = "text"
     """All formats but "text": key or column that holds the text, or with chat the list of messages."""
     chat: bool = False
     """Whether the field holds messages with role and content: the loss is on the assistant's answers only."""
     tokens: bool = False
     """Whether the field holds token ids of data.tokenizer, made before the run, so that nothing is encoded in it."""
-    split: str | None = None
+    split: Named | None = None
     """Format "datasets" only: which split, where there are several; left out: train."""
     weight: Positive = 1.0
     """Share of the tokens, relative to the other sources."""
@@ -94,13 +96,13 @@ class Source(Section):
 
 
 class Data(Section):
-    path: str | None = None
+    path: Named | None = None
     """Folder of text files, one such file, or the word "stdlib": the short form of one source of format "text"."""
     pattern: Annotated[str, Field(pattern=r"^[^/]")] | None = None
     """Which files of a folder are read, as a glob, each one document; left out: **/*.txt."""
     sources: list[Source] = []
     """Tables [[data.sources]], in place of path: what is read, and mixed by weight."""
-    tokenizer: str = "bytes"
+    tokenizer: Named = "bytes"
     """ "bytes", or a local folder with a tokenizer of transformers."""
     shuffle: bool = True
     """Whether the documents are read in an order drawn from train.seed, or as they are listed."""
@@ -217,9 +219,9 @@ class Memory(Section):
     gradients in the forward, in chunks of its own. Evaluation is always ours."""
     loss_chunk: Count = 1024
     """Local tokens whose logits exist at one time: in an evaluation, and in training unless the loss is Liger's."""
-    device_gb: Positive | None = None
+    device_gb: Gigabytes | None = None
     """Memory of one GPU, in 10^9 bytes, which a step must fit into; left out: that of the GPU that is there."""
-    host_gb: Positive | None = None
+    host_gb: Gigabytes | None = None
     """Memory of one machine, in 10^9 bytes, for all its processes; left out: what it says it has, which a virtual
     machine whose memory grows on demand says too low."""
 
@@ -227,13 +229,13 @@ class Memory(Section):
 class Checkpoint(Section):
     every: Count | None = None
     """Steps from one checkpoint to the next; the last step is saved too. Left out: nothing is saved."""
-    dir: str | None = None
+    dir: Named | None = None
     """Folder of the checkpoints, seen by all nodes; left out: `checkpoints` in the folder of the run."""
     keep_last: Count = 2
     """How many of the newest checkpoints are kept."""
     keep_every: Count | None = None
     """Checkpoints of steps that divide by this are kept too; a multiple of checkpoint.every."""
-    resume: str = "auto"
+    resume: Named = "auto"
     """ "auto": the newest whole checkpoint of the folder, if there is one; "no"; or the folder of one checkpoint.
     Processes that torchrun or slurm starts again go on from the newest that their job saved since, whatever it says."""
 
@@ -270,24 +272,24 @@ class Evaluation(Section):
 class Metrics(Section):
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """Mode of the wandb run; online needs a key."""
-    project: str = "ringflash"
+    project: Named = "ringflash"
     """wandb project."""
     peak_tflops: Positive | None = None
     """Dense peak of one GPU in the model's dtype, TFLOP/s; left out: known cards by name, otherwise MFU is null."""
-    dir: str = "runs"
+    dir: Named = "runs"
     """Folder that holds the folder of the run."""
 
 
 class Launch(Section):
-    nodes: Count = 1
+    nodes: Annotated[int, Field(ge=1, le=2**16)] = 1
     """Machines."""
-    processes_per_node: Count
+    processes_per_node: Annotated[int, Field(ge=1, le=2**12)]
     """Processes on each machine: its GPUs."""
     cpus_per_node: Count | None = None
     """CPU cores of each machine for its processes; slurm and kubernetes need it."""
     scheduler: Literal["torchrun", "slurm", "kubernetes"] = "torchrun"
     """What starts the processes: torchrun on this machine, or on those that slurm or Kubernetes give."""
-    master_address: str | None = None
+    master_address: Named | None = None
     """Name or address of the first machine; torchrun needs it when there are more."""
     master_port: Annotated[int, Field(ge=1, le=65535)] = 29500
     """Port on the first machine where several machines meet; one machine alone takes a free one."""
@@ -321,11 +323,11 @@ class Slurm(Section):
 class Kubernetes(Section):
     """Read when launch.scheduler is kubernetes."""
 
-    image: str | None = None
+    image: Named | None = None
     """Container image with ringflash installed; needed."""
-    runtime: str = "torch-distributed"
+    runtime: Named = "torch-distributed"
     """ClusterTrainingRuntime of Kubeflow Trainer that the job refines."""
-    namespace: str | None = None
+    namespace: Named | None = None
     """Namespace of the job; left out: kubectl's."""
     volumes: dict[str, Annotated[str, Field(pattern=r"^/")]] = {}
     """The table [kubernetes.volumes]: persistent volume claim -> folder where the processes see it."""
