@@ -4,9 +4,9 @@
     python benchmarks/tune.py --offline sm_90    # only compile, for that arch, and say what is dropped; needs no GPU
 
 One row a (kernel, head dimension): the present tiling and a handful of others. What spills or does not fit is dropped
-by the compiler's report; what computes something else than the `eager` kernel is dropped next; the rest is timed, full
-and causal, a forward also both as the only hop and as a hop between others, all candidates of a row interleaved.
-Another tiling wins if the geometric mean of its speeds is more than 1% above that of the present one.
+by the compiler's report; what computes something else than the `eager` kernel is dropped next; the rest is timed, at
+8k and 64k tokens, full and causal, a forward also both as the only hop and as a hop between others, all candidates of
+a row interleaved. Another tiling wins if its speeds are more than 1% above those of the present one in geometric mean.
 Nothing is tuned at run time: the kernels add to their arguments, and a table can be read and reviewed.
 """
 
@@ -37,7 +37,8 @@ TABLE = ROOT / "ringflash/kernels/triton/tuned.json"
 RESULTS = ROOT / "docs/results/tuning.jsonl"
 KERNELS = ("forward", "keys", "queries")
 PRODUCTS = {"forward": 2, "keys": 4, "queries": 3}  # of S^2 D each, that the kernel really does
-LENGTH, BATCH, CHECKED = 8192, 2, 700
+SHAPES = ((8192, 2, 1), (65536, 1, 4))  # tokens, batch, parts of HEADS: what is best at 8k may not be at 64k
+BATCH, CHECKED = 2, 700
 HEADS = {64: 16, 128: 16, 256: 8}
 MASKS = ("full", "causal")
 ROUNDS, REP_MS, MIN_CALLS = 5, 20, 3
@@ -95,16 +96,17 @@ class Problem:
     """
 
     def __init__(
-        self, width: int, length: int, mask_name: str, engine: str, *, heads: int, groups: int, device: str = "cuda"
-    ) -> None:
+        self, width: int, length: int, mask_name: str, engine: str, *,
+        heads: int, groups: int, batch: int = BATCH, device: str = "cuda",
+    ) -> None:  # fmt: skip
         self.bounds = mask.intervals(length, length, causal=mask_name == "causal")
         self.length, self.scale, self.engine = length, width**-0.5, ringflash.KERNELS[engine]
         generator = torch.Generator(device).manual_seed(0)
         self.q, self.k, self.v, self.dout = (
-            torch.randn(BATCH, length, n, width, generator=generator, device=device).bfloat16()
+            torch.randn(batch, length, n, width, generator=generator, device=device).bfloat16()
             for n in (heads, groups, groups, heads)
         )
-        self.flops = 2.0 * int(self.bounds[1].astype("int64").sum()) * BATCH * heads * width
+        self.flops = 2.0 * int(self.bounds[1].astype("int64").sum()) * batch * heads * width
         self.state = self._fresh_state((True, True))
         self._forward(self.engine, self.view(), self.state, (True, True))
         self.delta = self.engine.delta(self.state.out, self.dout, None)
@@ -118,7 +120,9 @@ class Problem:
     def _fresh_state(self, ends: tuple[bool, bool]) -> State:
         """What a hop with these (first, last) finds: nothing yet, or a state of earlier hops."""
         first, _ = ends
-        lse = torch.full((BATCH, self.q.shape[2], self.length), torch.nan if first else 1.0, device=self.q.device)
+        lse = torch.full(
+            (self.q.shape[0], self.q.shape[2], self.length), torch.nan if first else 1.0, device=self.q.device
+        )
         acc = None if first else torch.ones_like(self.q, dtype=torch.float32)
         return State(acc, torch.full_like(self.q, torch.nan), lse)
 
@@ -247,12 +251,12 @@ def ms(run: Callable[[], object], calls: int, flush: torch.Tensor) -> float:
 
 
 def timed(row: Sequence[Candidate]) -> dict[Candidate, float]:
-    """TFLOP/s of a kernel's products: the geometric mean over masks and forms, of medians of interleaved rounds."""
+    """TFLOP/s of a kernel's products: the geometric mean over shapes, masks, forms, of interleaved rounds' medians."""
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     rates: dict[Candidate, list[float]] = {candidate: [] for candidate in row}
-    heads = HEADS[row[0].head_dim]
-    for mask_name, ends in itertools.product(MASKS, FORMS[row[0].kernel]):
-        problem = Problem(row[0].head_dim, LENGTH, mask_name, "triton", heads=heads, groups=heads)
+    for (length, batch, parts), mask_name, ends in itertools.product(SHAPES, MASKS, FORMS[row[0].kernel]):
+        heads = HEADS[row[0].head_dim] // parts
+        problem = Problem(row[0].head_dim, length, mask_name, "triton", heads=heads, groups=heads, batch=batch)
         runs = {candidate: problem.launcher(candidate, ends) for candidate in row}
         calls = {candidate: max(MIN_CALLS, round(REP_MS / ms(run, 2, flush))) for candidate, run in runs.items()}
         times: dict[Candidate, list[float]] = {candidate: [] for candidate in row}

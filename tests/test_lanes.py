@@ -95,3 +95,15 @@ def test_a_gather_waits_for_what_it_packs_and_keeps_it_until_it_has_gone(
     found = played.attention(q, k, v, dout, dlse=dlse, size=4, **given)
     assert not watched, sorted(set(watched))
     check(found, want(q, k, v, dout, dlse, **MASKS[name](SIZE)))
+
+
+@pytest.mark.parametrize("rotate", routes.TRAVELLERS)
+@pytest.mark.parametrize("name", ["documents", "random_documents", "padding"])
+def test_documents_of_one_rank_beside_a_single_section(watched, monkeypatch, name, rotate):
+    """All heads in one section, as where there is little work: own rows are all there is on the second stream."""
+    monkeypatch.setattr(gathering, "SECTION_PAIRS", 2**29)
+    q, k, v, dout, dlse = inputs(SIZE, heads=4, groups=2)
+    given = {"arrangement": "gather", "layout": "zigzag", "rotate": rotate} | MASKS[name](SIZE)
+    found = played.attention(q, k, v, dout, dlse=dlse, size=4, **given)
+    assert not watched, sorted(set(watched))
+    check(found, want(q, k, v, dout, dlse, **MASKS[name](SIZE)))
