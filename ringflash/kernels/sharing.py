@@ -22,9 +22,10 @@ def forward(
     if not view.shares_queries or hasattr(kernel, "SHARES_ROWS"):
         kernel.forward(q, k, v, view, state, **given)
         return
-    made = State(state.acc, torch.empty_like(state.out), state.lse.clone())
+    rows = view.memo(("rows with work", q.device), lambda: _indices(view.lo < view.hi, q.device))
+    made = State(state.acc, torch.empty_like(state.out), torch.zeros_like(state.lse))
+    made.lse[:, :, rows] = state.lse[:, :, rows]  # of these alone: the others may be written beside
     kernel.forward(q, k, v, view, made, **given)
-    rows = _indices(view.lo < view.hi, q.device)
     state.out[:, rows] = made.out[:, rows]
     state.lse[:, :, rows] = made.lse[:, :, rows]
 
@@ -39,7 +40,7 @@ def backward(
         return
     made = [torch.empty_like(x) for x in (dk, dv)]
     kernel.backward(dout, q, k, v, lse, delta, view, dq, *made, **given)
-    keys = _indices(view.keys_seen(), k.device)
+    keys = view.memo(("keys seen", k.device), lambda: _indices(view.keys_seen(), k.device))
     for x, y in zip((dk, dv), made, strict=True):
         x[:, keys] = y[:, keys]
 
