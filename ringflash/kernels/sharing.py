@@ -1,7 +1,7 @@
 """Views that share the rows of their tensors, for kernels that write all rows they are given.
 
 A kernel with `SHARES_ROWS` leaves alone what belongs to another view, see `mask.View`; the results of any other one are
-made beside, and the rows with work are copied. Called by `gathering`.
+made beside, and the rows with work are copied, run by run: others may be written at the same time. Called by `gathering`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ def forward(
     if not view.shares_queries or hasattr(kernel, "SHARES_ROWS"):
         kernel.forward(q, k, v, view, state, **given)
         return
-    rows = view.memo(("rows with work", q.device), lambda: _indices(view.lo < view.hi, q.device))
+    runs = view.memo("runs of queries", lambda: _runs(view.lo < view.hi))
     made = State(state.acc, torch.empty_like(state.out), torch.zeros_like(state.lse))
-    made.lse[:, :, rows] = state.lse[:, :, rows]  # of these alone: the others may be written beside
+    for rows in runs:
+        made.lse[:, :, rows] = state.lse[:, :, rows]
     kernel.forward(q, k, v, view, made, **given)
-    state.out[:, rows] = made.out[:, rows]
-    state.lse[:, :, rows] = made.lse[:, :, rows]
+    for rows in runs:
+        state.out[:, rows] = made.out[:, rows]
+        state.lse[:, :, rows] = made.lse[:, :, rows]
 
 
 def backward(
@@ -40,10 +42,11 @@ def backward(
         return
     made = [torch.empty_like(x) for x in (dk, dv)]
     kernel.backward(dout, q, k, v, lse, delta, view, dq, *made, **given)
-    keys = view.memo(("keys seen", k.device), lambda: _indices(view.keys_seen(), k.device))
-    for x, y in zip((dk, dv), made, strict=True):
-        x[:, keys] = y[:, keys]
+    for keys in view.memo("runs of keys", lambda: _runs(view.keys_seen())):
+        for x, y in zip((dk, dv), made, strict=True):
+            x[:, keys] = y[:, keys]
 
 
-def _indices(seen: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.flatnonzero(seen)).to(device)
+def _runs(seen: np.ndarray) -> list[slice]:
+    edges = np.flatnonzero(np.diff(seen, prepend=False, append=False))
+    return [slice(begin, end) for begin, end in edges.reshape(-1, 2).tolist()]
