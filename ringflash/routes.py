@@ -318,7 +318,7 @@ class Plan:
     def _bounds(self, *, undivided: bool) -> tuple[np.ndarray, np.ndarray]:
         """lo and hi of the own rows, where only the undivided ones see anything, or only the others.
 
-        What they do not see is one point for all rows in a row, so that no tile seems to see what lies between.
+        The others are one point, all rows in a row, so that no tile of them seems to see what lies between.
         """
 
         def make() -> tuple[np.ndarray, np.ndarray]:

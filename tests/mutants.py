@@ -198,8 +198,8 @@ FAULTS = [
     ),
     Fault(
         "rows of another view that a tile seems to see", "ringflash/routes.py",
-        "return np.where(sees, lo, point), np.maximum", "return lo, np.maximum",
-        "tests/test_routes.py::test_two_visits_of_a_gather_share_the_own_rows[documents-keys]",
+        "np.where(sees, hi, point)", "np.where(sees, hi, lo)",
+        "tests/test_routes.py::test_two_visits_of_a_gather_share_the_own_rows[random-keys]",
     ),
     Fault(
         "keys of another view set to 0", "ringflash/kernels/triton/launch.py",

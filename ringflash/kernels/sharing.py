@@ -1,7 +1,7 @@
 """Views that share the rows of their tensors, for kernels that write all rows they are given.
 
 A kernel with `SHARES_ROWS` leaves alone what belongs to another view, see `mask.View`; the results of any other one are
-made beside, and the rows with work are copied, run by run: others may be written at the same time. Called by `gathering`.
+made beside, and the rows with work are copied, run by run: others may be written meanwhile. Called by `gathering`.
 """
 
 from __future__ import annotations
