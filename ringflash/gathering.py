@@ -237,7 +237,9 @@ def forward(
     blind = route.blind or not any(route.views)
     out = (torch.zeros if blind else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
+    acc = None
     if sinks is not None:  # a state that has seen one key, whose value is 0
+        acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse.copy_(sinks[:, None].expand_as(lse))
     elif blind:
         lse.fill_(-torch.inf)
@@ -245,8 +247,8 @@ def forward(
     def compute(lane: Lane, view: View, k: torch.Tensor, v: torch.Tensor) -> None:
         with lane.on():
             mine, rows = q[:, :, lane.queries], lse[:, lane.queries].contiguous()  # the same, or of few numbers
-            acc = None if sinks is None else torch.zeros(mine.shape, dtype=torch.float32, device=q.device)
-            state = State(acc, out[:, :, lane.queries], rows)
+            start = None if acc is None else acc[:, :, lane.queries]
+            state = State(start, out[:, :, lane.queries], rows)
             sharing.forward(kernel, mine, k, v, view, state, scale=scale, first=sinks is None, last=True)
             if rows.data_ptr() != lse[:, lane.queries].data_ptr():
                 lse[:, lane.queries].copy_(rows)

@@ -290,12 +290,13 @@ class Plan:
             total = everything.count
             visits.append(Visit(view, False, WHOLE, total, (), total, everything, everything, returns))
         left, joined = needs.rows(own[~apart], own), needs.rows(own[~apart], block)
-        pairs, blind = self._shared_pairs() // self.geometry.size, len(visits) > 1 and self._is_blind()
+        pairs, blind = self._shared_pairs // self.geometry.size, len(visits) > 1 and self._is_blind()
         return Route(what, tuple(travel.hops), tuple(visits), trips, left, joined, pairs, blind)
 
+    @cached_property
     def _shared_pairs(self) -> int:
         """What all ranks see together, without what is one rank's alone."""
-        seen = np.append(0, np.cumsum(np.maximum(self._hi.astype(np.int64) - self._lo, 0)))
+        seen = np.append(0, np.cumsum(np.maximum(self._hi - self._lo, 0), dtype=np.int64))
         return int(seen[-1] - (seen[self._undivided[:, 1]] - seen[self._undivided[:, 0]]).sum())
 
     def _is_blind(self) -> bool:

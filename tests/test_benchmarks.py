@@ -336,6 +336,24 @@ def test_bytes_belong_to_the_step_behind_whose_marker_a_kernel_stands():
         traffic.joined([*times, {"case": 2, "forward": {}, "backward": {}}], steps)
 
 
+def test_a_case_that_does_not_fit_under_the_counters_is_a_row_with_its_error(monkeypatch):
+    """ncu needs memory, too: the other cases keep their bytes."""
+    monkeypatch.setattr(traffic, "CASES", traffic.CASES[:2])
+
+    def worker(name, kernel, indices, before=()):
+        if name == "timed":
+            return [{"case": i, "forward": {"ms": 1.0}, "backward": {"ms": 2.0}} for i in indices]
+        if indices == [0]:
+            return [{"case": 0, "error": "does not fit: out of memory"}]
+        Path(before[-1]).write_text(NCU, encoding="utf-8")
+        return [{"case": 1}]
+
+    monkeypatch.setattr(traffic, "worker", worker)
+    rows = traffic.measure("ncu", "eager")
+    assert [row.get("error") for row in rows] == ["under the counters: does not fit: out of memory"] * 2 + [None] * 2
+    assert [row.get("bytes") for row in rows] == [None, None, 1200, 11]
+
+
 def test_counters_that_may_not_be_read_are_said():
     with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
         list(traffic.kernels(["==ERROR== ERR_NVGPUCTRPERM - no permission"]))

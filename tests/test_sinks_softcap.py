@@ -12,6 +12,7 @@ from masks import MASKS
 from oracle import check, inputs
 
 import ringflash
+from ringflash import gathering
 
 SIZE = 96
 HEADS = 4
@@ -58,6 +59,19 @@ def test_a_ring_equals_the_reference(name, size, layout, mask, rotate):
     wanted = differentiated(ringflash.reference.attention, (q, k, v, dout, dlse), exact=True, **given, **asked(name))
     got = played.attention(q, k, v, dout, layout=layout, size=size, dlse=dlse, rotate=rotate, **given, **asked(name))
     check(got, wanted)
+
+
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("mask", ["causal", "documents", "padding", "random_documents"])
+@pytest.mark.parametrize("name", ASKED)
+def test_a_gather_equals_the_reference(monkeypatch, name, mask, rotate):
+    """In two sections of the heads, beside documents of one rank, and with rows that no visit may write."""
+    monkeypatch.setattr(gathering, "SECTION_PAIRS", 1)
+    q, k, v, dout, dlse = inputs(SIZE, heads=HEADS, groups=2)
+    given = MASKS[mask](SIZE) | asked(name)
+    wanted = differentiated(ringflash.reference.attention, (q, k, v, dout, dlse), exact=True, **given)
+    mesh = {"size": 4, "layout": "zigzag", "arrangement": "gather", "rotate": rotate}
+    check(played.attention(q, k, v, dout, dlse=dlse, **mesh, **given), wanted)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -49,7 +49,7 @@ HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 
 MODEL_REFUSED = {
     "attention_dropout": "attention over a ring has no dropout",
-    "attn_logit_softcapping": "the kernels cap no scores",
+    "attn_logit_softcapping": "no architecture of model.architecture caps its scores",
     "final_logit_softcapping": "the chunked loss caps no logits",
     "output_router_logits": "the loss that balances experts is not linear in the tokens, so no sum over ranks is exact",
     "use_bidirectional_attention": "the loss needs a causal model",
