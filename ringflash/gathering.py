@@ -15,12 +15,15 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from . import moving
 from .exchange import Messages, Pending, Transport
 from .kernels import Kernel, State, sharing
 from .lanes import Lane, Lanes, of_heads
 from .mask import View
+from .needs import Rows
 from .travel import Loan, Pool, Record, add, in_units, move, put, take
 from .trips import Message, Route, Visit
 
@@ -214,17 +217,35 @@ class Returned:
         with lane.on():
             for each in pending:
                 each.wait()
-            for (message, *others), room in self._rooms(arriving):
-                values = room.sum(0, dtype=torch.float32) if others else room[0]
-                for piece, (_, part) in zip(message.pieces, coming(values, message), strict=False):
-                    block[piece] += part
-                if not message.pieces:
-                    add(block, message.rows, values)
+            into = [x[:, :, lane.heads(self._route.what)] for x in self._into]
+            sums = [block[:, f].movedim(0, 1) for f in range(len(into))]
+            if not moving.sum_rows(into, sums, arriving.buffer, self._tables):
+                self._add(block, arriving)
+                for f, x in enumerate(into):
+                    move(x.movedim(1, 0), self._route.home, block[:, f], self._own)
             arriving.let_go()
-            for f, x in enumerate(self._into):
-                move(x[:, :, lane.heads(self._route.what)].movedim(1, 0), self._route.home, block[:, f], self._own)
         loan.let_go()
         self._before = None
+
+    def _add(self, block: torch.Tensor, arriving: Loan) -> None:
+        """What came home to the sums of a block, message by message."""
+        for (message, *others), room in self._rooms(arriving):
+            values = room.sum(0, dtype=torch.float32) if others else room[0]
+            for piece, (_, part) in zip(message.pieces, coming(values, message), strict=False):
+                block[piece] += part
+            if not message.pieces:
+                add(block, message.rows, values)
+
+    def _tables(self) -> tuple[torch.Tensor, ...]:
+        """Which rows are summed with which that arrived, on the device."""
+        device = self._into[0].device
+
+        def make() -> tuple[torch.Tensor, ...]:
+            begin = np.cumsum([0] + [len(group) * group[0].rows.count for group in self._groups])
+            arrivals = [(one[0].rows, int(start), len(one)) for one, start in zip(self._groups, begin, strict=False)]
+            return moving.on_device(device, *moving.sums(self._route.home, self._own, arrivals))
+
+        return self._route.memo(("sums", device), make)
 
 
 def forward(
@@ -275,14 +296,12 @@ def backward(
     blind = route.blind or not any(route.views)
     make = torch.zeros if blind else torch.empty
     dk, dv = (make(k.shape, dtype=dtype, device=k.device) for _ in range(2))
-    # two visits add to one sum
-    dq_dtype = torch.float32 if own and joined else q.dtype
-    dq = (torch.zeros if dq_dtype == torch.float32 else make)(q.shape, dtype=dq_dtype, device=q.device)
+    dq, summed = query_gradients(q, route, blind=blind)
     travelling, into = ((k, v), (dk, dv)) if keys_travel else ((q, dout, lse, delta), (dq,))
 
     def compute_own(lane: Lane) -> None:
         with lane.on():
-            *queries, some_dq = of_heads(lane.queries, dout, q, lse, delta, dq)
+            *queries, some_dq = of_heads(lane.queries, dout, q, lse, delta, summed)
             keys, grads = of_heads(lane.keys, k, v), of_heads(lane.keys, dk, dv)
             run(*queries[:2], *keys, *queries[2:], own, some_dq, *grads)
 
@@ -299,18 +318,49 @@ def backward(
                 if joined.view is None:
                     loan.buffer.zero_()
                 elif keys_travel:
-                    mine = of_heads(lane.queries, dout, q, lse, delta, dq)
+                    mine = of_heads(lane.queries, dout, q, lse, delta, summed)
                     run(*mine[:2], *block, *mine[2:4], joined.view, mine[4], *grads)
                 else:
-                    q_all, dout_all, lse_all, delta_all = (x if x.dim() == 4 else x.contiguous() for x in block)
+                    q_all, dout_all, *rows = block
                     mine = of_heads(lane.keys, k, v, dk, dv)
-                    run(dout_all, q_all, *mine[:2], lse_all, delta_all, joined.view, grads[0].zero_(), *mine[2:])
+                    numbers = torch.stack(rows)  # contiguous for the kernels, in one launch
+                    run(dout_all, q_all, *mine[:2], *numbers, joined.view, grads[0].zero_(), *mine[2:])
             returned.pass_on(lane, loan)
         for lane in late:
             compute_own(lane)
         if returned:
             returned.finish()
-    return dq.to(q.dtype), dk, dv
+    _round(summed, dq, None if keys_travel else route.home.others)
+    return dq, dk, dv
+
+
+def _round(summed: torch.Tensor, dq: torch.Tensor, rows: Rows | None) -> None:
+    """Write these rows of dq where they were summed beside it; None = all."""
+    if summed is dq:
+        return
+    if rows is None:
+        dq.copy_(summed)
+    elif not moving.round_rows(dq, summed, rows):
+        move(dq.movedim(1, 0), rows, summed.movedim(1, 0), rows)
+
+
+def query_gradients(q: torch.Tensor, route: Route, *, blind: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """dq [B, L, H, D] in q's type, and where kernels add to own rows; the same, where they write all rows once.
+
+    Two visits add to one sum, in fp32, which is rounded behind both. Where queries travel they have not a row in
+    common: those in the block are rounded when they come home, and only the others are 0 here.
+    """
+    made = torch.zeros if blind or q.dtype == torch.float32 else torch.empty
+    if own_of(route) is None or joined_of(route) is None:
+        dq = made(q.shape, dtype=q.dtype, device=q.device)
+        return dq, dq
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    summed = dq if q.dtype == torch.float32 else torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    if route.what == "keys":
+        summed.zero_()
+    else:
+        moving.clear_rows(summed, route.home.others)
+    return dq, summed
 
 
 def own_lanes(

@@ -8,8 +8,9 @@ need.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,17 +62,41 @@ class Rows:
 
         other: as many rows of another block. Made once for each.
         """
-        if ("beside", id(other)) not in self._made:
-            ends = [np.append(0, rows.runs[:, 1].cumsum()) for rows in (self, other)]
-            edges = np.unique(np.concatenate(ends))
-            places = []
-            for rows, end in zip((self, other), ends, strict=True):
-                run = np.searchsorted(end, edges[:-1], "right") - 1
-                places.append((rows.runs[run, 0] + edges[:-1] - end[run]).tolist())
+
+        def make() -> list[tuple[slice, slice]]:
+            edges = np.unique(np.concatenate([np.append(0, rows.runs[:, 1].cumsum()) for rows in (self, other)]))
+            places = [rows.at(edges[:-1]).tolist() for rows in (self, other)]
             runs = zip(*places, np.diff(edges).tolist(), strict=True) if len(edges) <= MANY else ()
-            made = [(slice(a, a + n), slice(b, b + n)) for a, b, n in runs]
-            self._made["beside", id(other)] = (other, made)  # kept, so that no other gets its id
-        return self._made["beside", id(other)][1]
+            return [(slice(a, a + n), slice(b, b + n)) for a, b, n in runs]
+
+        return self.with_(other, "beside", make)
+
+    def with_(self, other: Rows, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returned when this key was first asked for together with other rows."""
+        if (key, id(other)) not in self._made:
+            self._made[key, id(other)] = (other, make())  # kept, so that no other gets its id
+        return self._made[key, id(other)][1]
+
+    def at(self, numbers: np.ndarray) -> np.ndarray:
+        """Where in the block these of the rows are."""
+        ends = self.runs[:, 1].cumsum()
+        run = np.searchsorted(ends, numbers, "right")
+        return self.runs[run, 0] + numbers - (ends - self.runs[:, 1])[run]
+
+    def before(self, places: np.ndarray) -> np.ndarray:
+        """How many of the rows come before each of these places in the block."""
+        first, count = np.append(0, self.runs[:, 0]), np.append(0, self.runs[:, 1])
+        run = np.searchsorted(self.runs[:, 0], places, "right")
+        return (count.cumsum() - count)[run] + np.minimum(places - first[run], count[run])
+
+    @property
+    def others(self) -> Rows:
+        """The rest of the block. Made once."""
+        if "others" not in self._made:
+            begin, end = np.append(0, self.runs.sum(1)), np.append(self.runs[:, 0], self.of)
+            filled = begin < end
+            self._made["others"] = Rows(np.stack((begin, end - begin), 1)[filled], self.of)
+        return self._made["others"]
 
     def index(self, device: torch.device) -> torch.Tensor:
         """int64 [count] on a device, made once."""

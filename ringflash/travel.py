@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import moving
 from .arrangements import HOME
 from .exchange import Messages, Pending
 from .lanes import Lanes
@@ -100,6 +101,8 @@ class Record:
 
     def put(self, tensors: Sequence[torch.Tensor], home: Rows, rows: Rows, block: torch.Tensor) -> None:
         """Copy the rows `home` of the tensors into the rows `rows` of a block."""
+        if moving.copy_rows(tensors, home, rows, block, first_bytes=[place.start for place in self._places]):
+            return
         for x, into, dim in zip(tensors, self.read(block), self._dims, strict=True):
             target, part = (each.movedim(dim, 0) for each in in_units(into, x))
             move(target, rows, part, home)

@@ -5,8 +5,9 @@ Nothing here knows how a walk is found, see `routes`, nor how it is walked, see 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from .mask import View
 from .needs import Rows
@@ -82,6 +83,13 @@ class Route:
     joined: Rows | None = None
     pairs: int = 0
     blind: bool = False
+    _made: dict = field(default_factory=dict, init=False, repr=False)
+
+    def memo(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returned when this key was first asked for: tables on a device, say."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     @property
     def first(self) -> int:
