@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
 from ringflash.kernels import State
-from ringflash.kernels.triton import launch, specialised
+from ringflash.kernels.triton import launch, moving, specialised
 from ringflash.kernels.triton.tiling import HEAD_DIMS
 from ringflash.mask import View, intervals
 
@@ -57,6 +57,8 @@ FORWARDS = {"forward": (True, True), "carried": (False, False)}  # (first, last)
 KERNELS = (*FORWARDS, "keys", "queries")
 # (masked, first, last) of the forward with specialised warps, which sm_90 has with one triton
 SPLIT = {"split": (True, True, True), "split carried": (True, False, False), "split whole": (False, True, True)}
+MOVES = ("copy", "sum", "round", "clear")
+WIDE = re.compile(r"\.v4\.b32|_dwordx4")
 
 
 class Compiled(NamedTuple):
@@ -65,6 +67,7 @@ class Compiled(NamedTuple):
     shared_bytes: int
     num_products: int  # instructions for matrix cores
     num_tma: int
+    num_wide: int  # loads and stores of 16 bytes a thread
     warnings: list[str]
     narrow_offsets: list[str]  # address computations fed by a 32-bit product of two runtime numbers
 
@@ -135,7 +138,26 @@ def _measure(arch: str, kernel, log: str) -> Compiled:
     text = asm.get("ptx") or asm["amdgcn"]
     num_products, num_tma = len(PRODUCTS[arch].findall(text)), text.count("cp.async.bulk.tensor")
     narrow = narrow_offsets(asm["ttir"])
-    return Compiled(registers, spills, kernel.metadata.shared, num_products, num_tma, warnings, narrow)
+    num_wide = len(WIDE.findall(text))
+    return Compiled(registers, spills, kernel.metadata.shared, num_products, num_tma, num_wide, warnings, narrow)
+
+
+def _move(kernel: str, width: int, dtype: torch.dtype) -> None:
+    """One call of the library's launch code that moves rows, as they travel in the backward of a large model."""
+    q, dout = (torch.empty(1, 64, 4, width, dtype=dtype) for _ in "12")
+    lse, delta = (torch.empty(1, 4, 64) for _ in "12")
+    sums = torch.empty(64, 1, 1, 4, width)
+    table, spans = torch.empty(2, 3, dtype=torch.int32), torch.empty(2, 2, dtype=torch.int32)
+    columns = [moving.columns_of(x) for x in (q, dout, lse, delta, sums[:, 0].movedim(0, 1))]
+    size = 4 * width * dtype.itemsize
+    if kernel == "copy":
+        block = torch.empty(64, 2 * size + 32, dtype=torch.uint8)
+        moving.copy(columns[:4], block, table, first_bytes=[0, size, 2 * size, 2 * size + 16], rows=8)
+    elif kernel == "clear":
+        moving.clear(columns[4], table, rows=8)
+    else:
+        arrived, tables = (sums, (table, spans, table)) if kernel == "sum" else (None, (table,))
+        moving.add_up(columns[:1], columns[4:], arrived, tables, rows=8)
 
 
 def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
@@ -161,7 +183,7 @@ def _call(kernel: str, width: int, dtype: torch.dtype, ragged: bool) -> None:
 
 
 def compile_offline(arch: str, width: int, dtype: torch.dtype, kernel: str, ragged: bool = False) -> Compiled:
-    """Compile one kernel of KERNELS or SPLIT for an arch of TARGETS; raises what the compiler and the driver raise."""
+    """Compile a kernel of KERNELS, SPLIT or MOVES for an arch of TARGETS; raises what compiler and driver raise."""
     compiled = []
     launching = triton.runtime.jit.JITFunction.run
 
@@ -175,7 +197,10 @@ def compile_offline(arch: str, width: int, dtype: torch.dtype, kernel: str, ragg
         with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
             triton.knobs.nvidia.dump_ptxas_log = True
             triton.knobs.compilation.always_compile = True
-            _call(kernel, width, dtype, ragged)
+            if kernel in MOVES:
+                _move(kernel, width, dtype)
+            else:
+                _call(kernel, width, dtype, ragged)
     finally:
         triton.runtime.jit.JITFunction.run = launching
     return _measure(arch, compiled[0], log.getvalue())
@@ -212,6 +237,7 @@ def main(arches: list[str]) -> list[dict]:
         for width in some
         for kernel in KERNELS
     ]
+    cases += [(arch, 128, torch.bfloat16, kernel) for arch in arches for kernel in MOVES]
     if "sm_90" in arches and triton.__version__.startswith(specialised.COMPILER):
         both = itertools.product(specialised.HEAD_DIMS, specialised.LIMITS, SPLIT)
         cases += [("sm_90", *case) for case in both]

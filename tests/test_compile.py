@@ -94,7 +94,7 @@ def compiled(tmp_path_factory) -> Iterator[Callable[[Case], offline.Compiled]]:
     """compiled(case): all cases compile from the start, two at a time."""
     cache = str(tmp_path_factory.mktemp("triton"))
     with ThreadPoolExecutor(2) as pool:
-        pending = {case: pool.submit(_alone, cache, case) for case in cases()}
+        pending = {case: pool.submit(_alone, cache, case) for case in (*moves(), *cases())}
 
         def result(case: Case) -> offline.Compiled:
             made = pending[case].result()
@@ -103,6 +103,14 @@ def compiled(tmp_path_factory) -> Iterator[Callable[[Case], offline.Compiled]]:
 
         yield result
         pool.shutdown(cancel_futures=True)
+
+
+def moves() -> Iterator[Case]:
+    """What moves rows: a width that is no power of two, too."""
+    for kernel in offline.MOVES:
+        for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
+            yield arch, 128, torch.bfloat16, kernel, False
+        yield "sm_90", 96, torch.float32, kernel, False
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=named)
@@ -116,6 +124,14 @@ def test_it_fits_and_neither_spills_nor_serialises(compiled, case):
     if (arch, dtype) != ("sm_90", torch.float32):  # whose tiles are too small for wgmma
         assert made.num_products > 0
     assert (made.num_tma > 0) == (arch in ("sm_90", "sm_100"))
+
+
+@pytest.mark.parametrize("case", list(moves()), ids=named)
+def test_rows_are_moved_16_bytes_at_a_time(compiled, case):
+    made = compiled(case)
+    assert not made.spill_bytes and not made.warnings and not made.narrow_offsets
+    assert made.num_wide >= 4, made  # a wave of AMD has 64 threads, so each has half as many
+    assert made.shared_bytes <= 4096  # or few programs would fit an SM
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
