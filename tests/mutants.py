@@ -192,6 +192,24 @@ FAULTS = [
         "tests/test_lanes.py::test_no_stream_reads_or_writes_too_early[gather-balanced-causal-keys-torch.float32]",
     ),
     Fault(
+        "steps that go on where the rows of one block do not", "ringflash/moving.py",
+        "ends = [np.append(0, each.runs[:, 1].cumsum()) for each in (there, here)]",
+        "ends = [np.append(0, each.runs[:, 1].cumsum()) for each in (there, there)]",
+        "tests/test_moving.py::test_steps_are_all_rows_of_both_blocks_once_in_order[runs that end apart]",
+    ),
+    Fault(
+        "of several sums for the same rows a kernel adds one", "ringflash/kernels/triton/moving_kernels.py",
+        "for i_next in range(1, count):", "for i_next in range(1, 1):",
+        "tests/test_moving.py::"
+        "test_what_comes_home_is_added_in_order_and_rounded_once[torch.float32-torch.float32-1-one run]",
+    ),
+    Fault(
+        "rows behind the end of a step are written", "ringflash/kernels/triton/moving_kernels.py",
+        "mask = m_row[:, None] & (o_column < num_columns)[None, :]\n    o_column = o_column.to(tl.int64)\n    p_x",
+        "mask = (o_column < num_columns)[None, :] | m_row[:, None]\n    o_column = o_column.to(tl.int64)\n    p_x",
+        "tests/test_moving.py::test_rows_are_copied_into_a_block_and_no_other_byte_of_it[keys-1-runs that end apart]",
+    ),
+    Fault(
         "own documents computed on a stream that nobody waits for", "ringflash/lanes.py",
         "streams = [*(lane.stream for lane in lanes), second]", "streams = [lane.stream for lane in lanes]",
         "tests/test_lanes.py::test_documents_of_one_rank_beside_a_single_section[documents-keys]",
