@@ -64,11 +64,13 @@ CASES = [
         for width in (64, 96, 128)
         for dtype in TYPES
     ),
+    *(Case(kernel, width, dtype) for kernel in ("wide_keys", "queries") for width in (192, 256) for dtype in TYPES),
     *(
         Case(kernel, width, adds=True)
         for kernel in ("keys", "all_gradients", "all_gradients_in_turns")
         for width in (64, 128)
     ),
+    *(Case("wide_keys", width, adds=True) for width in (192, 256)),
 ]
 FP8_CASES = [Case("attend_fp8", width, torch.bfloat16, *ends) for width in (64, 96, 128) for ends in ENDS]
 
@@ -157,7 +159,7 @@ def _call(case: Case) -> None:
         state = State(None if case.first and case.last else torch.empty(q.shape), q, lse)
         engine = launch_fp8 if case.kernel == "attend_fp8" else launch
         engine.forward(q, k, v, view, state, scale=0.1, first=case.first, last=case.last)
-    elif case.kernel == "keys":
+    elif case.kernel in ("keys", "wide_keys"):
         grads = [torch.empty(k.shape) for _ in "12"]
         launch.key_gradients(dout, q, k, v, lse, lse, view, *grads, scale=0.1, adds=case.adds)
     elif case.kernel.startswith("all_gradients"):
