@@ -29,9 +29,11 @@ from .walk import (
     matrix,
     new_barriers,
     new_ring,
+    num_products,
     tile_at,
     tma_load,
     wait_full,
+    wide_product,
 )
 
 
@@ -56,30 +58,31 @@ def _producer(
 @gluon.jit
 def _step(
     shared, b_q, b_dout, b_dsa, b_dq, rows, scale_log2, k_tiles, i_tile, j,
-    START: gl.constexpr, MASK: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    SL: gl.constexpr, OL: gl.constexpr,
+    START: gl.constexpr, MASK: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """dS of step j, and dq += dS K of step j - 1, which the first step (START) has not."""
     _, _, k_s, v_s, _, k_full, k_free, v_full, v_free = shared
     b_lse, b_delta, b_lo, b_hi = rows
     zero = gl.zeros([64, BK], gl.float32, SL)
+    NUM: gl.constexpr = num_products(b_q.shape[1], WIDTH)
     IS_EARLY: gl.constexpr = V_STAGES < STAGES and not START
     if IS_EARLY:
         b_dq = warpgroup_mma(b_dsa, matrix(k_s.index((j - 1) % STAGES)), b_dq, is_async=True)
     wait_full(k_full, j, STAGES)
-    b_s = warpgroup_mma(b_q, matrix(k_s.index(j % STAGES)).permute([1, 0]), zero, use_acc=False, is_async=True)
+    b_s = wide_product(b_q, matrix(k_s.index(j % STAGES)), zero, WIDTH, False)
     if IS_EARLY:
-        b_dq, b_dsa = warpgroup_mma_wait(1, deps=[b_dq, b_dsa])
+        b_dq, b_dsa = warpgroup_mma_wait(NUM, deps=[b_dq, b_dsa])
         arrive_free(k_free, j - 1, STAGES)
     wait_full(v_full, j, V_STAGES)
     v_stage = j % V_STAGES
     if V_STAGES == 1:  # a buffer's address that is the same at every step would stay in registers, 32 of them
         v_stage = fresh(0)
-    b_dp = warpgroup_mma(b_dout, matrix(v_s.index(v_stage)).permute([1, 0]), zero, use_acc=False, is_async=True)
+    b_dp = wide_product(b_dout, matrix(v_s.index(v_stage)), zero, WIDTH, False)
     RIDES: gl.constexpr = not START and not IS_EARLY
     if RIDES:
         b_dq = warpgroup_mma(b_dsa, matrix(k_s.index((j - 1) % STAGES)), b_dq, is_async=True)
-    b_s = warpgroup_mma_wait(2 if RIDES else 1, deps=[b_s])
+    b_s = warpgroup_mma_wait(NUM + 1 if RIDES else NUM, deps=[b_s])
     if MASK:
         b_s = masked_keys(b_s, b_lo, b_hi, k_tiles, i_tile)
     b_p = gl.exp2(b_s * scale_log2 - b_lse[:, None])
@@ -129,15 +132,15 @@ def _consumer(
         b_dsa = gl.convert_layout(gl.zeros([64, BK], k_s.dtype, SL), gl.DotOperandLayout(0, OL, 2))
         b_dsa, b_dq = _step(
             shared, b_q, b_dout, b_dsa, b_dq, rows, scale_log2, k_tiles, tile_at(0, v0, f0, f1, v1), 0,
-            True, True, BK, STAGES, V_STAGES, SL, OL)  # fmt: skip
+            True, True, WIDTH, BK, STAGES, V_STAGES, SL, OL)  # fmt: skip
         for j in range(1, num_masked):
             b_dsa, b_dq = _step(
                 shared, b_q, b_dout, b_dsa, b_dq, rows, scale_log2, k_tiles, tile_at(j, v0, f0, f1, v1), j,
-                False, True, BK, STAGES, V_STAGES, SL, OL)  # fmt: skip
+                False, True, WIDTH, BK, STAGES, V_STAGES, SL, OL)  # fmt: skip
         for j in range(gl.maximum(num_masked, 1), num_steps):
             b_dsa, b_dq = _step(
                 shared, b_q, b_dout, b_dsa, b_dq, rows, scale_log2, k_tiles, 0, j,
-                False, False, BK, STAGES, V_STAGES, SL, OL)  # fmt: skip
+                False, False, WIDTH, BK, STAGES, V_STAGES, SL, OL)  # fmt: skip
         b_dq = warpgroup_mma(b_dsa, matrix(k_s.index((num_steps - 1) % STAGES)), b_dq, is_async=True)
         b_dq, b_dsa = warpgroup_mma_wait(0, deps=[b_dq, b_dsa])
     b_dq = b_dq * scale

@@ -24,7 +24,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .ends import load_rows, store_rows
 from .keys_kernel import columns, fill_keys, key_tile, num_steps_of, positions_of, steps_of, tile_of_step
-from .walk import arrive_free, job_and_head, matrix, new_barriers, new_ring, tma_load, wait_full
+from .walk import (
+    arrive_free,
+    job_and_head,
+    matrix,
+    new_barriers,
+    new_ring,
+    num_products,
+    tma_load,
+    wait_full,
+    wide_product,
+)
 
 
 @triton.constexpr_function
@@ -80,7 +90,8 @@ def _producer(
 
 @gluon.jit
 def _issue_scores(
-    rings, barriers, k_s, b_key, t, more, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr
+    rings, barriers, k_s, b_key, t, more,
+    WIDTH: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr,
 ):  # fmt: skip
     """Start S^T(t) = K Q^T - lse / scale. Behind the last step (more is 0) it multiplies stale data nobody reads."""
     q_s, _, lse_s, _, bounds_s = rings
@@ -92,13 +103,13 @@ def _issue_scores(
         b_lo = bounds_s.index(stage).slice(0, BQ).load(gl.SliceLayout(0, TL))[None, :]
         b_hi = bounds_s.index(stage).slice(BQ, BQ).load(gl.SliceLayout(0, TL))[None, :]
         b_s = gl.where((b_key[:, None] >= b_lo) & (b_key[:, None] < b_hi), b_s, float("-inf"))
-    return warpgroup_mma(matrix(k_s), matrix(q_s.index(stage)).permute([1, 0]), b_s, is_async=True)
+    return wide_product(matrix(k_s), matrix(q_s.index(stage)), b_s, WIDTH, True)
 
 
 @gluon.jit
 def _step_of_values(
     rings, barriers, p_s, k_s, b_s, b_dv, b_key, t, num_steps, scale_log2,
-    MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr, KL: gl.constexpr,
+    WIDTH: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr, KL: gl.constexpr,
 ):  # fmt: skip
     """Add query tile t to dv and hand P over. On entry b_s is S^T(t), on exit S^T(t + 1); MASK: of t + 1."""
     _, dout_s, _, _, _ = rings
@@ -110,26 +121,27 @@ def _step_of_values(
     b_dv = warpgroup_mma(b_pa, matrix(dout_s.index(t % STAGES)), b_dv, is_async=True)
     p_s.index(t % STAGES).store(b_p)
     mbarrier.arrive(p_full.index(t % STAGES), count=1)
-    b_s = _issue_scores(rings, barriers, k_s, b_key, t + 1, t + 1 < num_steps, MASK, STAGES, TL)
-    b_dv, b_pa = warpgroup_mma_wait(1, deps=[b_dv, b_pa])
+    b_s = _issue_scores(rings, barriers, k_s, b_key, t + 1, t + 1 < num_steps, WIDTH, MASK, STAGES, TL)
+    b_dv, b_pa = warpgroup_mma_wait(num_products(k_s.shape[3], WIDTH), deps=[b_dv, b_pa])
     arrive_free(dout_free, t, STAGES)
     b_s = warpgroup_mma_wait(0, deps=[b_s])
     return b_s, b_dv
 
 
 @gluon.jit
-def _issue_dp(rings, barriers, v_s, t, more, STAGES: gl.constexpr, TL: gl.constexpr):
+def _issue_dp(rings, barriers, v_s, t, more, WIDTH: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr):
     """Start dP^T(t) = V dO^T - delta. more: as in `_issue_scores`."""
     _, dout_s, _, delta_s, _ = rings
     stage = t % STAGES
     mbarrier.wait(barriers[2].index(stage), (t // STAGES) & 1, pred=more)
     b_dp = columns(delta_s.index(stage), TL)
-    return warpgroup_mma(matrix(v_s), matrix(dout_s.index(stage)).permute([1, 0]), b_dp, is_async=True)
+    return wide_product(matrix(v_s), matrix(dout_s.index(stage)), b_dp, WIDTH, True)
 
 
 @gluon.jit
 def _step_of_keys(
-    rings, barriers, p_s, v_s, b_dp, b_dk, t, num_steps, STAGES: gl.constexpr, TL: gl.constexpr, KL: gl.constexpr
+    rings, barriers, p_s, v_s, b_dp, b_dk, t, num_steps,
+    WIDTH: gl.constexpr, STAGES: gl.constexpr, TL: gl.constexpr, KL: gl.constexpr,
 ):  # fmt: skip
     """Add query tile t to dk. On entry b_dp is dP^T(t), on exit dP^T(t + 1), which is the last that reads dout."""
     q_s, _, _, _, _ = rings
@@ -140,8 +152,8 @@ def _step_of_keys(
     b_dsa = gl.convert_layout((b_p * b_dp).to(q_s.dtype), AL)
     wait_full(q_full, t, STAGES)  # complete already: it makes what the copy engine wrote visible here as well
     b_dk = warpgroup_mma(b_dsa, matrix(q_s.index(t % STAGES)), b_dk, is_async=True)
-    b_dp = _issue_dp(rings, barriers, v_s, t + 1, t + 1 < num_steps, STAGES, TL)
-    b_dk, b_dsa = warpgroup_mma_wait(1, deps=[b_dk, b_dsa])
+    b_dp = _issue_dp(rings, barriers, v_s, t + 1, t + 1 < num_steps, WIDTH, STAGES, TL)
+    b_dk, b_dsa = warpgroup_mma_wait(num_products(v_s.shape[3], WIDTH), deps=[b_dk, b_dsa])
     arrive_free(q_free, t, STAGES)
     b_dp = warpgroup_mma_wait(0, deps=[b_dp])
     arrive_free(dout_free, t + 1, STAGES)
@@ -171,15 +183,15 @@ def _values_consumer(
     b_dv = gl.zeros([64, D], gl.float32, KL)
     mbarrier.wait(kv_full, 0)
     if num_steps > 0:
-        b_s = _issue_scores(rings, barriers, k_s, b_key, 0, True, True, STAGES, TL)
+        b_s = _issue_scores(rings, barriers, k_s, b_key, 0, True, WIDTH, True, STAGES, TL)
         b_s = warpgroup_mma_wait(0, deps=[b_s])
         for t in range(0, first_plain - 1):
             b_s, b_dv = _step_of_values(
-                rings, barriers, p_s, k_s, b_s, b_dv, b_key, t, num_steps, scale_log2, True, STAGES, TL, KL
+                rings, barriers, p_s, k_s, b_s, b_dv, b_key, t, num_steps, scale_log2, WIDTH, True, STAGES, TL, KL
             )
         for t in range(first_plain - 1, num_steps):
             b_s, b_dv = _step_of_values(
-                rings, barriers, p_s, k_s, b_s, b_dv, b_key, t, num_steps, scale_log2, False, STAGES, TL, KL
+                rings, barriers, p_s, k_s, b_s, b_dv, b_key, t, num_steps, scale_log2, WIDTH, False, STAGES, TL, KL
             )
     _store(b_dv, p_dv, dv_row, count, D, WIDTH, ADDS)
 
@@ -197,11 +209,11 @@ def _keys_consumer(
     b_dk = gl.zeros([64, D], gl.float32, KL)
     mbarrier.wait(kv_full, 0)
     if num_steps > 0:
-        b_dp = _issue_dp(rings, barriers, v_s, 0, True, STAGES, TL)
+        b_dp = _issue_dp(rings, barriers, v_s, 0, True, WIDTH, STAGES, TL)
         b_dp = warpgroup_mma_wait(0, deps=[b_dp])
         arrive_free(barriers[3], 0, STAGES)
         for t in range(num_steps):
-            b_dp, b_dk = _step_of_keys(rings, barriers, p_s, v_s, b_dp, b_dk, t, num_steps, STAGES, TL, KL)
+            b_dp, b_dk = _step_of_keys(rings, barriers, p_s, v_s, b_dp, b_dk, t, num_steps, WIDTH, STAGES, TL, KL)
     _store(b_dk * scale, p_dk, dk_row, count, D, WIDTH, ADDS)
 
 
