@@ -100,7 +100,7 @@ def matrix(buffer):
 
 @triton.constexpr_function
 def num_products(columns, width):
-    """How many `wide_product` starts: 2 where it leaves out a quarter of the columns, which are zeros."""
+    """How many `wide_product` starts: 2 where it leaves out a quarter of the columns, which holds zeros."""
     return 2 if columns == 256 and width <= 192 else 1
 
 
@@ -110,8 +110,8 @@ def wide_product(a, b, b_acc, WIDTH: gl.constexpr, ADDS: gl.constexpr):
     if num_products(a.shape[1], WIDTH) == 1:
         return warpgroup_mma(a, b.permute([1, 0]), b_acc, use_acc=ADDS, is_async=True)
     else:
-        half = b.slice(0, 128, dim=1).permute([1, 0])
-        b_acc = warpgroup_mma(a.slice(0, 128, dim=1), half, b_acc, use_acc=ADDS, is_async=True)
+        most = b.slice(0, 128, dim=1).permute([1, 0])
+        b_acc = warpgroup_mma(a.slice(0, 128, dim=1), most, b_acc, use_acc=ADDS, is_async=True)
         rest = b.slice(128, 64, dim=1).permute([1, 0])
         return warpgroup_mma(a.slice(128, 64, dim=1), rest, b_acc, is_async=True)
 
