@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .ends import load_rows, store_rows
+from .ends import load_rows, store_out, store_rows
 from .walk import (
     LOG2E,
     arrive_free,
@@ -146,7 +146,9 @@ def _consumer(
     b_dq = b_dq * scale
     if p_dq.dtype.element_ty == gl.float32:
         b_dq += load_rows(p_dq, dq_row, count, C, D, WIDTH, OL)
-    store_rows(b_dq, p_dq, dq_row, count, C, D, WIDTH)
+        store_rows(b_dq, p_dq, dq_row, count, C, D, WIDTH)
+    else:
+        store_out(b_q, b_dq, p_dq, dq_row, count, C, D, WIDTH)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_heads", "group", "num_rows", "section"])

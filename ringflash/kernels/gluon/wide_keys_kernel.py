@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .ends import load_rows, store_rows
+from .ends import load_rows, store_out, store_rows
 from .keys_kernel import columns, fill_keys, key_tile, num_steps_of, positions_of, steps_of, tile_of_step
 from .walk import (
     arrive_free,
@@ -161,12 +161,18 @@ def _step_of_keys(
 
 
 @gluon.jit
-def _store(b_x, p_x, x_row, count, D: gl.constexpr, WIDTH: gl.constexpr, ADDS: gl.constexpr):
-    """Write the tile's rows of a gradient, or add to them, which are fp32 then."""
-    KL: gl.constexpr = b_x.type.layout
+def _store(b_x, buffer, p_x, x_row, count, D: gl.constexpr, WIDTH: gl.constexpr, ADDS: gl.constexpr):
+    """Write the tile's rows of a gradient, or add to them, which are fp32 then.
+
+    A half type goes through the buffer of the tile that nobody else reads: there is no shared memory left to exchange
+    columns between lanes.
+    """
     if ADDS:
-        b_x += load_rows(p_x, x_row, count, 0, D, WIDTH, KL)
-    store_rows(b_x, p_x, x_row, count, 0, D, WIDTH)
+        b_x += load_rows(p_x, x_row, count, 0, D, WIDTH, b_x.type.layout)
+    if p_x.dtype.element_ty.primitive_bitwidth == 16:
+        store_out(matrix(buffer), b_x, p_x, x_row, count, 0, D, WIDTH)
+    else:
+        store_rows(b_x, p_x, x_row, count, 0, D, WIDTH)
 
 
 @gluon.jit
@@ -193,7 +199,7 @@ def _values_consumer(
             b_s, b_dv = _step_of_values(
                 rings, barriers, p_s, k_s, b_s, b_dv, b_key, t, num_steps, scale_log2, WIDTH, False, STAGES, TL, KL
             )
-    _store(b_dv, p_dv, dv_row, count, D, WIDTH, ADDS)
+    _store(b_dv, k_s, p_dv, dv_row, count, D, WIDTH, ADDS)
 
 
 @gluon.jit
@@ -214,7 +220,7 @@ def _keys_consumer(
         arrive_free(barriers[3], 0, STAGES)
         for t in range(num_steps):
             b_dp, b_dk = _step_of_keys(rings, barriers, p_s, v_s, b_dp, b_dk, t, num_steps, WIDTH, STAGES, TL, KL)
-    _store(b_dk * scale, p_dk, dk_row, count, D, WIDTH, ADDS)
+    _store(b_dk * scale, v_s, p_dk, dk_row, count, D, WIDTH, ADDS)
 
 
 @gluon.jit
