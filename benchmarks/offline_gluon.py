@@ -34,7 +34,7 @@ PRODUCTS = ("HGMMA", "QGMMA")  # of numbers of 16 bits, of 8
 
 
 class Case(NamedTuple):
-    """first, last: of the forward only; adds: of the kernels that give dk and dv."""
+    """first, last: of the forward only; adds: to gradients in fp32, of the others."""
 
     kernel: str
     width: int
@@ -64,11 +64,13 @@ CASES = [
         for width in (64, 96, 128)
         for dtype in TYPES
     ),
+    *(Case(kernel, width, dtype) for kernel in ("wide_keys", "queries") for width in (192, 256) for dtype in TYPES),
     *(
         Case(kernel, width, adds=True)
-        for kernel in ("keys", "all_gradients", "all_gradients_in_turns")
+        for kernel in ("keys", "queries", "all_gradients", "all_gradients_in_turns")
         for width in (64, 128)
     ),
+    *(Case(kernel, width, adds=True) for kernel in ("wide_keys", "queries") for width in (192, 256)),
 ]
 FP8_CASES = [Case("attend_fp8", width, torch.bfloat16, *ends) for width in (64, 96, 128) for ends in ENDS]
 
@@ -157,14 +159,15 @@ def _call(case: Case) -> None:
         state = State(None if case.first and case.last else torch.empty(q.shape), q, lse)
         engine = launch_fp8 if case.kernel == "attend_fp8" else launch
         engine.forward(q, k, v, view, state, scale=0.1, first=case.first, last=case.last)
-    elif case.kernel == "keys":
-        grads = [torch.empty(k.shape) for _ in "12"]
+    elif case.kernel in ("keys", "wide_keys"):
+        grads = [torch.empty(k.shape, dtype=torch.float32 if case.adds else case.dtype) for _ in "12"]
         launch.key_gradients(dout, q, k, v, lse, lse, view, *grads, scale=0.1, adds=case.adds)
     elif case.kernel.startswith("all_gradients"):
         grads = [torch.empty(k.shape, dtype=torch.float32 if case.adds else case.dtype) for _ in "12"]
         launch.all_gradients(dout, q, k, v, lse, lse, view, torch.empty(q.shape), *grads, scale=0.1, adds=case.adds)
     else:
-        launch.query_gradient(dout, q, k, v, lse, lse, view, torch.empty(q.shape), scale=0.1)
+        dq = torch.empty(q.shape, dtype=torch.float32 if case.adds else case.dtype)
+        launch.query_gradient(dout, q, k, v, lse, lse, view, dq, scale=0.1)
 
 
 def _sass(cubin: bytes) -> str:

@@ -15,7 +15,7 @@ KINDS = {
     "copies from the host": r"memcpy htod",
     "copies on the device": r"memcpy|memset|copy_",
     "attention forward": r"^attend(_in_turns)?(_\w+)?$|ringflash::attention$",
-    "attention backward": r"^(all_gradients|keys|queries|row_starts|row_sums)|ringflash::attention_backward",
+    "attention backward": r"^(all_gradients|keys|wide_keys|queries|row_starts|row_sums)|ringflash::attention_backward",
     "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|splitk|aten::(mm|addmm|bmm)$",
     "loss": r"softmax|nll|cross_entropy",
     "norms, positions, gates, sums": r"",

@@ -130,6 +130,18 @@ def test_R01_every_head_dimension_equals_the_reference(kernel, width, dtype, rec
         check(got, want(*tensors, dlse, causal=causal), dtype, record_property)
 
 
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("width", [192, 256])
+def test_wide_heads_under_every_mask_equal_the_reference(width, name, rotate, record_property):
+    """Their gradients have kernels or tiles of their own: grouped heads, dk and dv that are added to."""
+    *tensors, dlse = inputs(768, 6, 2, width, torch.bfloat16)
+    masks = masks_of(name, 768)
+    for size, layout in ((1, "contiguous"), (3, "zigzag"), (4, "balanced")):
+        got = play(*tensors, dlse=dlse, kernel="gluon", rotate=rotate, size=size, layout=layout, **masks)
+        check(got, want(*tensors, dlse, **masks), torch.bfloat16, record_property)
+
+
 @pytest.mark.parametrize("heads, groups", [(1, 1), (3, 1), (8, 2), (8, 1), (4, 4)])
 @pytest.mark.parametrize("layout", ringflash.LAYOUTS)
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -154,11 +166,12 @@ def test_documents_of_one_rank_beside_gathered_ones_equal_the_reference(kernel, 
         check(got, want(*tensors, dlse, **given), torch.bfloat16, record_property)
 
 
+@pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_irregular_segments_equal_the_reference(kernel, record_property):
+def test_irregular_segments_equal_the_reference(kernel, width, record_property):
     # 3 ranks of 202 tokens: every segment of zigzag has a short tile at its end
     for name in ("causal", "full", "window"):
-        tensors = inputs(606, 4, 2, 128, torch.bfloat16)
+        tensors = inputs(606, 4, 2, width, torch.bfloat16)
         got = play(*tensors[:4], kernel=kernel, layout="zigzag", size=3, **masks_of(name, 606))
         check(got, want(*tensors[:4], None, **masks_of(name, 606)), torch.bfloat16, record_property)
 

@@ -77,7 +77,7 @@ def test_error_is_at_most_twice_that_of_plain_attention(kernel, deterministic, s
     check_twice(tensors, record_property, kernel=kernel, deterministic=deterministic, **masks)
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("inputs", ["large", "outlier columns", "outlier keys", "tiny"])
 @forms
 def test_hard_inputs(kernel, deterministic, inputs, width, record_property):
@@ -93,7 +93,7 @@ def test_hard_inputs(kernel, deterministic, inputs, width, record_property):
     check_twice((q, k, v, dout), record_property, kernel=kernel, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("width", [64, 96, 128])
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
 @forms
 def test_integers_are_exact_in_every_gradient(kernel, deterministic, width):
     """Uniform weights over 256 keys and dS of +-1/256: every product and every sum is exact, in any order."""
@@ -111,10 +111,11 @@ def test_integers_are_exact_in_every_gradient(kernel, deterministic, width):
             assert torch.equal(got[result].float(), wanted[result].bfloat16().float()), result
 
 
+@pytest.mark.parametrize("width", [128, 256])
 @forms
-def test_every_element_is_written(kernel, deterministic):
+def test_every_element_is_written(kernel, deterministic, width):
     """Memory that the allocator hands out is full of NaN; rows that see nothing and keys that nobody sees are 0."""
-    tensors = [draw(1, 700, 2, 128, dtype=torch.bfloat16, seed=i) for i in range(4)]
+    tensors = [draw(1, 700, 2, width, dtype=torch.bfloat16, seed=i) for i in range(4)]
     masks = {"cu_seqlens": [0, 130, 130, 400]}
     of_call(*tensors, kernel=kernel, deterministic=deterministic, **masks)
     wanted = want(*tensors, None, **masks)
@@ -128,10 +129,11 @@ def test_every_element_is_written(kernel, deterministic):
         assert (got["lse"][:, :, 400:] == -torch.inf).all() and got["lse"][:, :, :400].isfinite().all()
 
 
+@pytest.mark.parametrize("width", [128, 256])
 @forms
-def test_a_hundred_repeats(kernel, deterministic, record_property):
+def test_a_hundred_repeats(kernel, deterministic, width, record_property):
     """out, lse, dk, dv are the same bits; dq too, or within its rounding where it may be summed in any order."""
-    tensors = [draw(1, 1000, heads, 128, dtype=torch.bfloat16, seed=i) for i, heads in enumerate((8, 2, 2, 8))]
+    tensors = [draw(1, 1000, heads, width, dtype=torch.bfloat16, seed=i) for i, heads in enumerate((8, 2, 2, 8))]
     first = of_call(*tensors, kernel=kernel, deterministic=deterministic)
     wanted = want(*tensors, None)
     bound = 2 * off(first["dq"], wanted["dq"])

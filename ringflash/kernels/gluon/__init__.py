@@ -2,10 +2,10 @@
 
 The four functions of `kernels.Kernel`. triton is imported when one of them is called, so that `import ringflash` works
 without it. `launch` is the host side. On the device `forward_kernel` computes the forward, `fused_kernel` the backward,
-each with a form `..._in_turns_kernel` for short ranges; `keys_kernel` and `queries_kernel` where bits must repeat. The
-backward of head dimensions 192 and 256, whose dk and dv fit no registers, is that of `kernels.triton`. What TMA
-cannot walk (a stride or a start that is no multiple of 16 bytes) is copied first. Head dimensions 96 and 192 are
-computed as 128 and 256, with zeros.
+each with a form `..._in_turns_kernel` for short ranges; `keys_kernel` and `queries_kernel` where bits must repeat. For
+head dimensions 192 and 256, whose dk and dv fit the registers of no consumer, `wide_keys_kernel` and `queries_kernel`
+are the backward of either kind. What TMA cannot walk (a stride or a start that is no multiple of 16 bytes) is copied
+first. Head dimensions 96 and 192 are computed as 128 and 256, with zeros.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...mask import View
-from .. import triton
-from .tiling import BACKWARD_DIMS, HEAD_DIMS
+from .tiling import HEAD_DIMS, TILINGS, columns
 
 if TYPE_CHECKING:
     from .. import State
@@ -71,9 +70,7 @@ def backward(
     from . import launch
 
     with torch.cuda.device_of(q):
-        if q.shape[3] not in BACKWARD_DIMS:
-            triton.backward(dout, q, k, v, lse, delta, view, dq, dk, dv, scale=scale, deterministic=True, adds=adds)
-        elif deterministic:
+        if deterministic or columns(q.shape[3]) not in TILINGS["fused"]:
             launch.key_gradients(dout, q, k, v, lse, delta, view, dk, dv, scale=scale, adds=adds)
             launch.query_gradient(dout, q, k, v, lse, delta, view, dq, scale=scale)
         else:

@@ -69,7 +69,7 @@ def with_state(
 
 @gluon.jit
 def store_out(b_q, b_acc, p_out, out_row, count, C: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
-    """Write the consumer's rows of `out`, through the shared memory of its queries so that a thread writes 16 bytes."""
+    """Write the consumer's rows, through shared memory that it alone still uses so that a thread writes 16 bytes."""
     CL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_q.store(b_acc.to(b_q.dtype))
     o_row = fresh(C * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, CL)))

@@ -13,7 +13,7 @@ from ...mask import Tiles, View
 from .tiling import Tiling
 
 NUM_SMS = 132  # of the largest Hopper; a program of these kernels has one to itself
-BY_KEY = ("keys", "fused", "fused in turns")  # kernels whose job is a key tile
+BY_KEY = ("keys", "wide keys", "fused", "fused in turns")  # kernels whose job is a key tile
 PASSING = ("forward", "forward in turns")  # whose consumers pass over what they do not see
 SECTION_BYTES = 2**25  # what the programs of a section share should stay in the L2, which is 50 MB
 SPILL_COST = 0.03

@@ -18,7 +18,15 @@ from ...mask import View
 from ..scaling import positive
 from ..trimming import trimmed
 from ..triton.launch import LOG2E, clear_around, grid, rows_argument
-from . import forward_in_turns_kernel, forward_kernel, fused_in_turns_kernel, fused_kernel, keys_kernel, queries_kernel
+from . import (
+    forward_in_turns_kernel,
+    forward_kernel,
+    fused_in_turns_kernel,
+    fused_kernel,
+    keys_kernel,
+    queries_kernel,
+    wide_keys_kernel,
+)
 from .jobs import BY_KEY, NUM_SMS, jobs_of, section_of
 from .tiling import TILINGS, Tiling, columns
 from .turns import turns
@@ -68,9 +76,9 @@ def descriptor(x: Walkable, rows: int, pieces: int = 1) -> TensorDescriptor:
     )
 
 
-def flat(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Two numbers a row, contiguous, as a descriptor of the 2 x `rows` of a tile."""
-    return TensorDescriptor(x, [x.numel()], [1], *box_of(x.dtype, 2 * rows))
+def flat(x: torch.Tensor, numbers: int) -> TensorDescriptor:
+    """Numbers of rows, contiguous, as a descriptor of boxes of so many."""
+    return TensorDescriptor(x, [x.numel()], [1], *box_of(x.dtype, numbers))
 
 
 class Work(NamedTuple):
@@ -215,8 +223,9 @@ def row_starts(work: Work, lse, delta, row: int, scale: float) -> torch.Tensor:
 
 
 def key_gradients(dout, q, k, v, lse, delta, view: View, dk, dv, *, scale: float, adds: bool) -> None:
-    """Launch `keys_kernel.keys`: every row of dk and dv is written, or added to."""
-    _by_key_tile("keys", dout, q, k, v, lse, delta, view, (dk, dv), scale=scale, adds=adds)
+    """Launch `keys_kernel.keys` or `wide_keys_kernel.wide_keys`: every row of dk and dv is written, or added to."""
+    kernel = "keys" if columns(q.shape[3]) in TILINGS["keys"] else "wide keys"
+    _by_key_tile(kernel, dout, q, k, v, lse, delta, view, (dk, dv), scale=scale, adds=adds)
 
 
 def all_gradients(dout, q, k, v, lse, delta, view: View, dq, dk, dv, *, scale: float, adds: bool) -> None:
@@ -259,7 +268,7 @@ def _by_key_tile(
     kernel: str, dout, q, k, v, lse, delta, view: View, grads: tuple[torch.Tensor, ...], dq=None, *, scale: float,
     adds: bool,
 ) -> None:  # fmt: skip
-    """What the two kernels share whose program is a key tile. grads: dk and dv."""
+    """What the kernels share whose program is a key tile. grads: dk and dv."""
     rows, keys, _, view = trimmed(view)
     some = adds or view.shares_keys
     if not some:
@@ -275,7 +284,9 @@ def _by_key_tile(
     q, sharp = positive(q, scale)
     tiles, q_tiles = work.tiling, work.q_tiles
     run, programs, jobs = keys_kernel.keys, grid(num_tiles, batch, groups), work.jobs
-    extra, scales, shared = [], [sharp, sharp * LOG2E], [q, dout]
+    extra, scales, shared, box = [], [sharp, sharp * LOG2E], [q, dout], 2 * tiles.block_q
+    if kernel == "wide keys":
+        run, box = wide_keys_kernel.wide_keys, tiles.block_q
     if dq is not None:
         run, scales, shared = fused_kernel.all_gradients, [*scales, scale], [*shared, dq[:, rows]]
         target = walkable(dq[:, rows])
@@ -289,7 +300,7 @@ def _by_key_tile(
     run[programs](
         descriptor(walkable(q), tiles.block_q), descriptor(walkable(k), tiles.block_k),
         descriptor(walkable(v), tiles.block_k), descriptor(walkable(dout), tiles.block_q),
-        flat(row_starts(work, lse, delta, rows.start, sharp), tiles.block_q), flat(work.bounds, tiles.block_q), *extra,
+        flat(row_starts(work, lse, delta, rows.start, sharp), box), flat(work.bounds, 2 * tiles.block_q), *extra,
         *map(rows_argument, grads), q_tiles, jobs, *scales, num_tiles, len(q_tiles), groups, heads // groups, *ends,
         D=columns(width), WIDTH=width, ADDS=adds, STAGES=tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip
@@ -316,5 +327,5 @@ def query_gradient(dout, q, k, v, lse, delta, view: View, dq, *, scale: float) -
         work.lo, work.hi, work.k_tiles, work.jobs, scale, sharp * LOG2E, num_tiles, heads, heads // k.shape[2],
         lse.shape[2], work.section(view, k.shape[2], heads // k.shape[2], k, v),
         D=columns(width), WIDTH=width, BK=tiles.block_k, NC=tiles.num_consumers, STAGES=tiles.num_stages,
-        REGISTERS=tiles.registers, num_warps=4,
+        V_STAGES=tiles.v_stages or tiles.num_stages, REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip

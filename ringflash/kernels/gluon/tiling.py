@@ -9,17 +9,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-BACKWARD_DIMS = (64, 96, 128)  # of those, whose backward is here and not in `kernels.triton`
 
 
 class Tiling(NamedTuple):
-    """num_consumers: warpgroups that compute, 64 rows each; registers: of a thread of theirs."""
+    """num_consumers: warpgroups that compute, 64 rows each; registers: of a thread of theirs.
+
+    v_stages: of the values, where they have fewer buffers than the keys
+    """
 
     block_q: int
     block_k: int
     num_stages: int
     num_consumers: int
     registers: int
+    v_stages: int = 0
 
 
 # kernel -> columns of a tile -> tiles
@@ -27,9 +30,10 @@ TILINGS = {
     "forward": {64: Tiling(192, 128, 2, 3, 160), 128: Tiling(128, 128, 2, 2, 240), 256: Tiling(128, 64, 2, 2, 240)},
     "forward in turns": {64: Tiling(128, 128, 3, 2, 240), 128: Tiling(128, 128, 2, 2, 240)},
     "keys": {64: Tiling(64, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
+    "wide keys": {256: Tiling(64, 64, 2, 2, 240)},
     "fused": {64: Tiling(128, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
     "fused in turns": {64: Tiling(128, 128, 2, 2, 240), 128: Tiling(64, 128, 2, 2, 240)},
-    "queries": {64: Tiling(192, 64, 3, 3, 160), 128: Tiling(128, 64, 3, 2, 240)},
+    "queries": {64: Tiling(192, 64, 3, 3, 160), 128: Tiling(128, 64, 3, 2, 240), 256: Tiling(128, 64, 2, 2, 240, 1)},
 }
 
 

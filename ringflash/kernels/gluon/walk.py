@@ -9,9 +9,10 @@ every consumer has read it. Step j uses buffer j % STAGES, and its barriers' pha
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 tma_load = tma.async_copy_global_to_shared
 
@@ -95,6 +96,24 @@ def masked_keys(b_s, b_lo, b_hi, k_tiles, i_tile):
 def matrix(buffer):
     """A [1, 1, rows, columns] buffer, the form in which TMA fills it, as [rows, columns]."""
     return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+
+@triton.constexpr_function
+def num_products(columns, width):
+    """How many `wide_product` starts: 2 where it leaves out a quarter of the columns, which holds zeros."""
+    return 2 if columns == 256 and width <= 192 else 1
+
+
+@gluon.jit
+def wide_product(a, b, b_acc, WIDTH: gl.constexpr, ADDS: gl.constexpr):
+    """Start a b^T of two buffers, over the WIDTH columns that the tensor has; ADDS: to b_acc."""
+    if num_products(a.shape[1], WIDTH) == 1:
+        return warpgroup_mma(a, b.permute([1, 0]), b_acc, use_acc=ADDS, is_async=True)
+    else:
+        most = b.slice(0, 128, dim=1).permute([1, 0])
+        b_acc = warpgroup_mma(a.slice(0, 128, dim=1), most, b_acc, use_acc=ADDS, is_async=True)
+        rest = b.slice(128, 64, dim=1).permute([1, 0])
+        return warpgroup_mma(a.slice(128, 64, dim=1), rest, b_acc, is_async=True)
 
 
 @gluon.jit
