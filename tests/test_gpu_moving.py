@@ -170,6 +170,7 @@ def test_a_graph_of_a_gather_gives_the_bits_of_its_calls(rotate):
         assert all(torch.equal(*two) for two in zip(found, wanted, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_rows_are_moved_in_one_launch_forward_and_four_backward():
     """Backward: own rows cleared, all copied, summed when they come home, the others rounded."""
     names = {}
