@@ -184,7 +184,7 @@ class Rates:
 
 RATES = {
     "H200": Rates(
-        attention={128: Speed(663, 531), 64: Speed(531, 471), 256: Speed(722, 225)},
+        attention={128: Speed(663, 531), 64: Speed(531, 471), 256: Speed(716, 535)},
         matmul=695, memory=2560, host=55, host_memory=35,
     )
 }  # fmt: skip

@@ -24,6 +24,8 @@ GROUP_NUMEL = 10**9
 """Numbers that DeepSpeed updates at a time at ZeRO 3."""
 SUM_BYTES = 2**30
 """Of dq in fp32 beside dq, where a head takes no more; the same as `kernels.gluon.launch.SUM_BYTES`."""
+SUMMED_DIM = 128
+"""The largest head dimension whose dq is summed in memory; that of wider ones is written once, by a kernel of its own."""
 MAX_TOKENS = 2**31 - 1
 """Of a sequence: positions are int32."""
 LAID_OUT = "weights as they are laid out"
@@ -388,9 +390,11 @@ def query_sums(sizes: Sizes, step: Step) -> int:
     sums = FLOAT * sizes.query_width
     if step.ring > 1:
         return sums
+    if step.number_bytes == FLOAT or sizes.query_width // sizes.heads > SUMMED_DIM:
+        return 0
     groups = max(1, sizes.kv_heads // step.ulysses)
     of_group = sums * step.tokens // groups
-    return 0 if step.number_bytes == FLOAT else sums * min(groups, max(1, SUM_BYTES // of_group)) // groups
+    return sums * min(groups, max(1, SUM_BYTES // of_group)) // groups
 
 
 BUFFERS: dict[str, Callable[[Step], tuple[float, float, float]]] = {
