@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import json
@@ -70,7 +71,7 @@ def test_sums_of_dq_are_those_that_a_launch_makes(tokens, ulysses, groups):
     assert planned == pytest.approx(made, rel=1e-5)
     assert memory.query_sums(sizes, step(tokens=tokens, number_bytes=4)) == 0
     assert memory.query_sums(sizes, step(tokens=tokens, ring=2)) == 4 * 4096
-    wide = sizes._replace(heads=16)  # of 256
+    wide = dataclasses.replace(sizes, heads=16)  # of 256
     assert memory.query_sums(wide, step(tokens=tokens)) == 0
     assert memory.query_sums(wide, step(tokens=tokens, ring=2)) == 4 * 4096
 
