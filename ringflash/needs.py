@@ -8,6 +8,7 @@ need.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -72,10 +73,19 @@ class Rows:
         return self.with_(other, "beside", make)
 
     def with_(self, other: Rows, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` returned when this key was first asked for together with other rows."""
-        if (key, id(other)) not in self._made:
-            self._made[key, id(other)] = (other, make())  # kept, so that no other gets its id
-        return self._made[key, id(other)][1]
+        """What `make` returned when this key was first asked for together with other rows.
+
+        They are not kept: rows that kept each other, or themselves, would hold their tables, on a GPU, too, until the
+        garbage collector comes by.
+        """
+        at = key, weakref.ref(other)  # equal only while they live, unlike an id, which the next object may get
+        if at not in self._made:
+            self._made[at] = make()
+        return self._made[at]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy makes its own: what was made belongs to these rows and to others of which it knows nothing."""
+        return Rows, (self.runs, self.of)
 
     def at(self, numbers: np.ndarray) -> np.ndarray:
         """Where in the block these of the rows are."""

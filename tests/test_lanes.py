@@ -108,3 +108,15 @@ def test_documents_of_one_rank_beside_a_single_section(watched, monkeypatch, nam
     found = played.attention(q, k, v, dout, dlse=dlse, size=4, **given)
     assert not watched, sorted(set(watched))
     check(found, want(q, k, v, dout, dlse, **MASKS[name](SIZE)))
+
+
+@pytest.mark.parametrize("rotate", routes.TRAVELLERS)
+def test_more_sections_are_posted_in_one_order_with_and_without_documents_of_the_own(watched, monkeypatch, rotate):
+    """The messages of a pair are told apart by their order alone: over NCCL wrong bytes, where it is another."""
+    monkeypatch.setattr(gathering, "MAX_SECTIONS", 4)
+    q, k, v, dout, dlse = inputs(SIZE, heads=4, groups=4)
+    given = {"arrangement": "gather", "layout": "contiguous", "rotate": rotate}
+    masks = {"cu_seqlens": [0, 6, SIZE - 10, SIZE], "causal": False}
+    found = played.attention(q, k, v, dout, dlse=dlse, size=4, **given, **masks)
+    assert not watched, sorted(set(watched))
+    check(found, want(q, k, v, dout, dlse, **masks))

@@ -7,8 +7,12 @@ write the same bytes of the same tensors, in the same place.
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
 import os
+import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -90,6 +94,44 @@ def test_what_is_added_to_a_row_is_all_that_arrived_for_it_in_order(name):
                 if first + i in at:
                     wanted.append([start + at.index(first + i) + j * rows.count for j in range(times)])
             assert [[row + i + j * apart for j in range(n)] for row, n, apart in entries[begin:end].tolist()] == wanted
+
+
+def made_twice(rows: Rows, other: Rows) -> list[str]:
+    return [rows.with_(other, "key", lambda name=name: name) for name in ("first", "second")]
+
+
+def test_tables_of_two_blocks_are_made_once_and_go_with_the_rows():
+    """A run without garbage collection, as of one that trains: tables of documents that are over leave the GPU."""
+    gc.collect()
+    gc.disable()
+    try:
+        rows, others = rows_of((0, 4), of=9), [rows_of((1, 4), of=5), rows_of((1, 4), of=5)]
+        for other in (rows, *others):
+            assert made_twice(rows, other) == ["first"] * 2
+            assert made_twice(other, rows) == ["first"] * 2
+        gone = [weakref.ref(each) for each in (rows, *others)]
+        del rows, others, other
+        assert not any(one() for one in gone)
+    finally:
+        gc.enable()
+
+
+def test_a_table_is_never_that_of_rows_that_are_gone():
+    """CPython gives the memory of an object, and so its id, to the next one of its size."""
+    rows = rows_of((0, 4), of=9)
+    for name in range(100):
+        assert rows.with_(rows_of((1, 4), of=5), "key", lambda name=name: name) == name
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_rows_makes_tables_of_its_own(copied):
+    """What was made for others by their id would be found for whoever has that id next."""
+    rows, other = rows_of((0, 4), of=9), rows_of((1, 4), of=5)
+    made_twice(rows, other)
+    twin = copied(rows)
+    assert twin.runs.tolist() == rows.runs.tolist() and twin.of == rows.of
+    assert twin.with_(other, "key", lambda: "of its own") == "of its own"
+    assert made_twice(rows, other) == ["first"] * 2
 
 
 def _interpret() -> None:
@@ -230,6 +272,18 @@ def gathered(name: str, dtype: torch.dtype, transit: torch.dtype, **mesh) -> lis
 ], ids=str)  # fmt: skip
 def test_a_gather_has_the_same_bits_whoever_moves_its_rows(run, name, layout, dtype, transit, rotate, pairs):
     assert all(run(gathered, name, dtype, transit, layout=layout, size=4, rotate=rotate, pairs=pairs))
+
+
+@pytest.mark.parametrize(("shape", "fits"), [
+    ((16383, 1, 1, 16), True), ((16384, 1, 1, 16), False), ((16383, 1, 1), True), ((16384, 1, 1), False),
+    ((1, 2**29 - 1, 1, 512), True), ((1, 2**29 - 1, 2, 257), False), ((1, 1, 2**29 - 1), True), ((4, 1, 2**29), False),
+])  # fmt: skip
+def test_more_programs_than_a_grid_has_are_left_to_torch(shape, fits):
+    """The second axis ends at 65,535, and of 2^31 programs triton launches none and says nothing."""
+    pytest.importorskip("triton")
+    from ringflash.kernels.triton import moving as kernels
+
+    assert (kernels.columns_of(torch.empty(1).expand(shape)) is not None) == fits
 
 
 def test_a_device_whose_triton_fails_moves_rows_by_torch_and_says_so_once(monkeypatch, caplog):

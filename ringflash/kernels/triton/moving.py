@@ -14,6 +14,9 @@ import triton
 from . import moving_kernels
 
 COPIED, SUMMED = 1024, 512  # columns of a program, at most
+MAX_PROGRAMS = 2**31 - 1  # of a grid: triton counts them in 32 bits, and launches nothing where that is not positive
+MAX_ENTRIES = 65_535  # of the axis on which tensors and batch entries lie
+MAX_TENSORS = 4
 
 
 class Columns(NamedTuple):
@@ -26,14 +29,25 @@ class Columns(NamedTuple):
 
 
 def columns_of(x: torch.Tensor) -> Columns | None:
-    """Of x [B, n, H, D] or, one number a head, [B, H, n]; None where its heads are not evenly apart."""
+    """Of x [B, n, H, D] or, one number a head, [B, H, n].
+
+    None where its heads are not evenly apart, or where a launch might need a larger grid than there is.
+    """
     batch_stride = x.stride(0) if len(x) > 1 else 0
     if x.dim() == 3:
-        return Columns(x, len(x), (batch_stride, x.stride(2), x.stride(1)), x.shape[1])
-    _, row_stride, head_stride, stride = x.stride()
-    if x.shape[2] > 1 and head_stride != x.shape[3] * stride:
-        return None
-    return Columns(x, len(x), (batch_stride, row_stride, stride), x.shape[2] * x.shape[3])
+        found = Columns(x, len(x), (batch_stride, x.stride(2), x.stride(1)), x.shape[1])
+    else:
+        _, row_stride, head_stride, stride = x.stride()
+        if x.shape[2] > 1 and head_stride != x.shape[3] * stride:
+            return None
+        found = Columns(x, len(x), (batch_stride, row_stride, stride), x.shape[2] * x.shape[3])
+    return found if _fits(found, x.shape[2 if x.dim() == 3 else 1]) else None
+
+
+def _fits(x: Columns, num_rows: int) -> bool:
+    """Even if every row were a step of its own, in the launch of most tensors."""
+    entries = MAX_TENSORS * x.num_batches
+    return entries <= MAX_ENTRIES and num_rows * entries * triton.cdiv(x.num_columns, SUMMED) <= MAX_PROGRAMS
 
 
 def copy(
