@@ -32,6 +32,9 @@ NO_WINDOW = 0
 WITHOUT_DLSE = ("cudnn",)
 """Kernels whose `delta` refuses a gradient of lse. It may come on one rank alone: their backwards are agreed on too."""
 
+_captured: dict[int, routes.Plan | routes.OneDevice] = {}
+"""Plans, by identity, that a CUDA graph was captured with: it reads their tables, and does not ask for them again."""
+
 
 @functools.lru_cache(maxsize=8)  # each holds the intervals of a whole sequence
 def make_plan(
@@ -62,6 +65,10 @@ def make_plan(
         return routes.OneDevice(num_keys, lo, hi)
     parts = segments_of(np.frombuffer(segments, np.int32).reshape(-1, 3))
     return routes.Plan(parts, ring_rank, lo, hi, arrangement=arrangement, inner=inner or len(parts))
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _content(x: Tensor | None) -> bytes | None:
@@ -142,6 +149,8 @@ class _Call:
             shape, _content(segments) or b"", _content(cu_seqlens), _content(bounds),
             causal=how.causal, window=how.window, arrangement=how.arrangement, inner=how.inner,
         )  # fmt: skip
+        if _is_capturing(q.device):
+            _captured[id(self.plan)] = self.plan
         self._sizes = routes.sizes_of(q, k, self.transit, how.ulysses)
         self.may_refuse_dlse = how.returns_lse and self.name in WITHOUT_DLSE
         told = how._replace(kernel=self.name, returns_lse=self.may_refuse_dlse)

@@ -6,6 +6,7 @@ int64 offsets all matter.
 
 from __future__ import annotations
 
+import gc
 import math
 
 import played
@@ -423,3 +424,26 @@ def test_compile_and_selective_checkpoint(kernel):
     out = compiled(*leaves)
     assert torch.equal(out, plain["out"])
     assert torch.equal(torch.autograd.grad(out, leaves, dout)[1], plain["dk"])
+
+
+@pytest.mark.parametrize("kernel", ["triton", "gluon"])
+def test_a_graph_replays_right_after_many_other_masks(kernel):
+    q, k, v, *_ = inputs(768, 4, 2, 64, torch.bfloat16)
+    skip_refused(kernel, q)
+    borders = torch.tensor([*DOCUMENTS, 768], dtype=torch.int32)
+
+    def call() -> torch.Tensor:
+        return ringflash.attention(q, k, v, cu_seqlens=borders, kernel=kernel)
+
+    wanted = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for window in range(1, 12):
+        attention(q, k, v, kernel=kernel, window=window)
+    gc.collect()
+    taken = [torch.full((2048,), 2**30, dtype=torch.int32, device="cuda") for _ in range(200)]  # where tables had been
+    found.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert taken and torch.equal(found, wanted)

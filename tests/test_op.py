@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -325,6 +327,25 @@ def test_one_device_compiles_with_documents_and_intervals():
     assert torch.equal(bounded(q, hi), ringflash.attention(q, k, v, intervals=(lo, hi)))
     with pytest.raises(Exception, match="never fall"):  # the op reads what the compiler could not
         packed(q, torch.tensor([0, 20, 10], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("is_capturing", [True, False])
+def test_what_a_graph_was_captured_with_outlives_the_plans_of_other_masks(monkeypatch, is_capturing):
+    """A replay reads its tables on the device, and nobody asks for them again."""
+    monkeypatch.setattr(ops, "_is_capturing", lambda device: is_capturing)
+    monkeypatch.setattr(ops, "_captured", {})
+    plans, plain = [], ops.make_plan
+    monkeypatch.setattr(ops, "make_plan", lambda *given, **named: plans.append(plain(*given, **named)) or plans[-1])
+    q, k, v, *_ = inputs(24)
+    ringflash.attention(q, k, v, window=3)
+    captured = weakref.ref(plans.pop())
+    plans.clear()
+    monkeypatch.setattr(ops, "_is_capturing", lambda device: False)
+    for window in range(4, 14):
+        ringflash.attention(q, k, v, window=window)
+    plans.clear()
+    gc.collect()
+    assert (captured() is not None) is is_capturing
 
 
 @pytest.mark.parametrize(("wrong", "kind"), [({"layout": "zigzag"}, TypeError), ({"kernel": ["eager"]}, ValueError)])

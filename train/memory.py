@@ -25,7 +25,7 @@ GROUP_NUMEL = 10**9
 SUM_BYTES = 2**30
 """Of dq in fp32 beside dq, where a head takes no more; the same as `kernels.gluon.launch.SUM_BYTES`."""
 SUMMED_DIM = 128
-"""The largest head dimension whose dq is summed in memory; that of wider ones is written once, by a kernel of its own."""
+"""The largest head dimension whose dq is summed in memory; that of wider ones is written once."""
 MAX_TOKENS = 2**31 - 1
 """Of a sequence: positions are int32."""
 LAID_OUT = "weights as they are laid out"
