@@ -33,7 +33,8 @@ class Layout:
     segments: int32 [n segments, 3] on the CPU: (ring rank, global start, count), ascending within a rank
     name: which of ringflash.LAYOUTS it is
 
-    Its repr tells the makespan, which counts the pairs of the whole sequence: milliseconds for each 100k tokens.
+    Its repr tells the makespan once somebody has asked for it: it counts the pairs of the whole sequence, milliseconds
+    for each 100k tokens, which an error message or a log must not cost.
     """
 
     ring: Ring
@@ -57,9 +58,10 @@ class Layout:
 
     def __repr__(self) -> str:
         documents = "" if self.cu_seqlens is None else f" in {len(self.cu_seqlens) - 1:,} documents"
+        even = f", makespan {self.makespan:.3f} of the ideal" if "makespan" in vars(self) else ""
         return (
             f"Layout({self.name}: {self.seq_len:,} tokens{documents}, {len(self.segments):,} segments "
-            f"over a ring of {self.ring.ring_size}, makespan {self.makespan:.3f} of the ideal)"
+            f"over a ring of {self.ring.ring_size}{even})"
         )
 
     @cached_property
