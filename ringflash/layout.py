@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +34,8 @@ class Layout:
     segments: int32 [n segments, 3] on the CPU: (ring rank, global start, count), ascending within a rank
     name: which of ringflash.LAYOUTS it is
 
-    Its repr tells the makespan, which counts the pairs of the whole sequence: milliseconds for each 100k tokens.
+    Its repr tells the makespan once somebody has asked for it: it counts the pairs of the whole sequence, milliseconds
+    for each 100k tokens, which an error message or a log must not cost.
     """
 
     ring: Ring
@@ -57,9 +59,10 @@ class Layout:
 
     def __repr__(self) -> str:
         documents = "" if self.cu_seqlens is None else f" in {len(self.cu_seqlens) - 1:,} documents"
+        even = f", makespan {self.makespan:.3f} of the ideal" if "makespan" in vars(self) else ""
         return (
             f"Layout({self.name}: {self.seq_len:,} tokens{documents}, {len(self.segments):,} segments "
-            f"over a ring of {self.ring.ring_size}, makespan {self.makespan:.3f} of the ideal)"
+            f"over a ring of {self.ring.ring_size}{even})"
         )
 
     @cached_property
@@ -77,6 +80,7 @@ class Layout:
     @property
     def positions(self) -> torch.Tensor:
         """int64 [L] on the ring's device: the global position of each local token. A copy: it may be changed."""
+        self._check_known("_own", "layout.positions")
         return _plain(self._own, self._own.device)
 
     @cached_property
@@ -91,6 +95,7 @@ class Layout:
     @property
     def position_ids(self) -> torch.Tensor:
         """int64 [L] on the ring's device: the position of each local token inside its document, for RoPE. A copy."""
+        self._check_known("_in_document", "layout.position_ids")
         return _plain(self._in_document, self._own.device)
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -100,6 +105,7 @@ class Layout:
         returns L at `dim`. The gradient of the other ranks' parts is zero: gradients are those of the sum over ranks.
         """
         self._check_len(x, dim, self.seq_len, "shard", "the whole sequence")
+        self._check_known("_own", "layout.positions")
         return x.index_select(dim, self._own.to(x.device))
 
     def unshard(self, x_local: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -113,6 +119,17 @@ class Layout:
         if not torch.compiler.is_compiling():
             arguments.check_no_transform("layout.unshard")
         return _Unshard.apply(x_local, self, dim)
+
+    def _check_known(self, name: str, asked: str) -> None:
+        """A compiler cannot count positions, which the host does once a layout: with fullgraph=True it is told so.
+
+        Elsewhere nothing happens, but that the graph ends here. A number in the graph would be that of one layout.
+        """
+        if torch.compiler.is_compiling() and name not in self.__dict__:
+            torch._dynamo.graph_break(
+                f"{asked} is counted on the host the first time: read {asked} of this layout once before the compiled "
+                "call, or compile without fullgraph=True"
+            )
 
     def _check_len(self, x: torch.Tensor, dim: int, want: int, name: str, what: str) -> None:
         if not isinstance(x, torch.Tensor):
@@ -131,8 +148,8 @@ class Layout:
 def segments_of(table: np.ndarray) -> list[mask.Segments]:
     """The table of `Layout.segments` -> the segments of each ring rank, int64 [n, 2]."""
     table = table.astype(np.int64)
-    breaks = np.flatnonzero(np.diff(table[:, 0])) + 1
-    return [part[:, 1:] for part in np.split(table, breaks)]
+    starts = [0, *(np.flatnonzero(np.diff(table[:, 0])) + 1).tolist(), len(table)]
+    return [table[start:end, 1:] for start, end in pairwise(starts)]
 
 
 def table_of(segments: list[mask.Segments]) -> torch.Tensor:

@@ -296,8 +296,11 @@ class Plan:
     @cached_property
     def _shared_pairs(self) -> int:
         """What all ranks see together, without what is one rank's alone."""
-        seen = np.append(0, np.cumsum(np.maximum(self._hi - self._lo, 0), dtype=np.int64))
-        return int(seen[-1] - (seen[self._undivided[:, 1]] - seen[self._undivided[:, 0]]).sum())
+        edges = np.unique(np.append(0, self._undivided))
+        edges = edges[edges < len(self._lo)]
+        seen = self._hi - self._lo
+        sums = np.add.reduceat(np.maximum(seen, 0, out=seen), edges, dtype=np.int64)
+        return int(sums[~inside(edges, self._undivided)].sum())
 
     def _is_blind(self) -> bool:
         """Does any own row see nothing, or is seen by nobody?"""
@@ -325,9 +328,9 @@ class Plan:
         def make() -> tuple[np.ndarray, np.ndarray]:
             rows = positions(self._cut)
             lo, hi = self._lo[rows], self._hi[rows]
-            sees = inside(rows, self._undivided) == undivided
+            sees = np.repeat(inside(self._cut[:, 0], self._undivided) == undivided, self._cut[:, 1])
             first = np.flatnonzero(np.diff(sees, prepend=not sees[:1].any()))
-            point = lo[first[np.searchsorted(first, np.arange(len(rows)), "right") - 1]]
+            point = np.repeat(lo[first], np.diff(first, append=len(rows)))
             # ends never fall; one that is raised is at most its row's lo
             return np.where(sees, lo, point), np.maximum.accumulate(np.where(sees, hi, point))
 

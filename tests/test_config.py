@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.__main__ import launch as launch_command
 from ringflash import arguments
-from train.config import Batch, Config, ConfigError, architecture, check_paths, load
+from train.config import Batch, Config, ConfigError, architecture, check_paths, load, pretrained
 
 REPO = Path(__file__).resolve().parent.parent
 DEMO = REPO / "configs" / "demo.toml"
@@ -28,9 +29,11 @@ def test_every_config_loads(path):
 
 
 def test_a_value_is_toml_and_a_bare_word_is_a_string():
-    config = demo("data.path=/tmp/some text", "optimizer.lr=1e-2", "optimizer.betas=[0, 0.5]", "model.config.x.y=3")
+    config = demo(
+        "data.path=/tmp/some text", "optimizer.lr=1e-2", "optimizer.betas=[0, 0.5]", "model.config.id2label.y=3"
+    )
     assert (config.data.path, config.optimizer.lr, config.optimizer.betas) == ("/tmp/some text", 1e-2, [0.0, 0.5])
-    assert config.model.config["x"] == {"y": 3}
+    assert config.model.config["id2label"] == {"y": 3}
     assert demo('train.name="7"').train.name == "7"
 
 
@@ -204,14 +207,13 @@ REFUSED = {
     "model.config.attention_bias=1": ("attention_bias = 1", "a boolean"),
     "model.config.query_pre_attn_scalar=-4": ("query_pre_attn_scalar = -4", "an integer in [1, 2147483647]"),
     "model.config.decoder_sparse_step=0": ("decoder_sparse_step = 0", "an integer in [1, 2147483647]"),
-    "model.config.mlp_only_layers=[2]": ("mlp_only_layers holds 2", "0 to 1"),
     "model.config.layer_types=['full_attention', 'chunked_attention']": ("'chunked_attention'", "'sliding_attention'"),
-    "model.config.layer_types=['full_attention']": ("layer_types has 1 entries", "2, one a layer"),
     "model.config.rope_parameters=3": ("rope_parameters = 3", "a table with rope_type"),
     "model.config.rope_parameters={rope_type='foo'}": ("rope_parameters.rope_type = 'foo'", "linear, dynamic, yarn"),
     "model.config.rope_parameters={full_attention={rope_type='foo'}}": ("full_attention.rope_type = 'foo'", "linear"),
     "model.config.rope_parameters={rope_type='linear'}": ("rope_parameters.factor is missing", "'linear'"),
     "model.config.rope_parameters={rope_theta=-1}": ("rope_parameters.rope_theta = -1", "a positive number"),
+    "model.config.partial_rotary_factor=2": ("model.config.partial_rotary_factor = 2", "a number in (0, 1]"),
     "model.config.rope_scaling={type='su'}": ("rope_scaling.rope_type = 'su'", "longrope"),
     "memory.checkpoint_every=3": ("memory.checkpoint_every = 3", "the model's 2 layers", "1 to 2"),
     "model.config.dtype=float16": ("model.config.dtype = 'float16'", "model.dtype says it"),
@@ -286,10 +288,20 @@ def test_R30_the_next_length_is_one_that_is_accepted():
         demo("sequence.length=2147483647")
 
 
+MIXTURE = ("model.architecture=qwen3_moe", "model.config.head_dim=32")
+
+
+def test_layers_of_a_kind_are_layers_of_the_model():
+    with pytest.raises(ConfigError, match=r"mlp_only_layers holds 2: layers are 0 to 1"):
+        demo(*MIXTURE, "model.config.mlp_only_layers=[2]")
+    with pytest.raises(ConfigError, match=r"layer_types has 1 entries: 2, one a layer"):
+        demo("model.architecture=qwen2", "model.config.layer_types=['full_attention']")
+
+
 def test_a_token_goes_to_as_many_experts_as_there_are():
     with pytest.raises(ConfigError, match=r"num_experts_per_tok = 8 must not be above model.config.num_experts = 4"):
-        demo("model.config.num_experts=4", "model.config.num_experts_per_tok=8")
-    demo("model.config.num_experts=4", "model.config.num_experts_per_tok=4")
+        demo(*MIXTURE, "model.config.num_experts=4", "model.config.num_experts_per_tok=8")
+    demo(*MIXTURE, "model.config.num_experts=4", "model.config.num_experts_per_tok=4")
 
 
 def test_a_window_that_qwen_would_not_use_is_refused():
@@ -302,6 +314,7 @@ def test_a_window_that_qwen_would_not_use_is_refused():
 def test_a_null_of_a_folder_is_as_if_left_out():
     table = demo().model_dump(exclude_unset=True)
     table["model"]["config"] |= {"head_dim": None, "sliding_window": None, "rope_scaling": None, "layer_types": None}
+    table["model"]["pretrained"] = "folder"
     assert Config.model_validate(table).model.config["head_dim"] is None
 
 
@@ -313,6 +326,76 @@ def test_the_words_of_transformers_are_known():
     assert set(architecture.ACTIVATIONS) == set(ACT2FN)
     assert set(architecture.ROPE_NEEDS) == {*ROPE_INIT_FUNCTIONS, "default"}
     assert set(architecture.HEAD_DIMS) == set(arguments.HEAD_DIMS)
+
+
+UNDECLARED = {"qwen3_moe": {"head_dim"}}  # read by its model though its config class does not declare it
+
+
+def test_every_family_has_a_table_of_its_keys():
+    assert list(architecture.FAMILY_KEYS) == list(pretrained.FAMILIES)
+
+
+@pytest.mark.parametrize("family", architecture.FAMILY_KEYS)
+def test_the_keys_of_a_family_are_those_of_transformers(family):
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(family)
+    declared = {*default.to_dict(), *default.attribute_map, *UNDECLARED.get(family, ())}
+    assert {*architecture.SHARED_KEYS, *architecture.FAMILY_KEYS[family]} == declared
+
+
+UNREAD = {
+    "hiden_act='silu'": r"model\.config\.hiden_act is not a key of 'llama': did you mean 'hidden_act'\?",
+    "rope_theta=1e4": r"model\.config\.rope_theta is not a key of 'llama': \[model\.rope\] says it",
+    "num_experts=4": r"model\.config\.num_experts is not a key of 'llama': .*",
+    "zzz=1": r"model\.config\.zzz is not a key of 'llama': the keys are _name_or_path, architectures, .*",
+}
+
+
+@pytest.mark.parametrize("override", UNREAD)
+def test_R110_a_key_of_the_model_that_nothing_reads_is_refused_before_a_process_starts(override, capsys):
+    assert launch_command([str(DEMO), "--dry-run", "--set", f"model.config.{override}"]) == 2
+    said = capsys.readouterr()
+    assert re.fullmatch(f"ringflash: {UNREAD[override]}\n", said.err) and not said.out
+
+
+LONGROPE = "rope_type='longrope', rope_theta=1e4, factor=2.0, original_max_position_embeddings=64"
+
+
+def longrope(short: int, long: int, more: str = "") -> str:
+    return (
+        f"model.config.rope_parameters={{{LONGROPE}, short_factor={[1.0] * short}, long_factor={[2.0] * long}{more}}}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "part", "message"),
+    [
+        (15, 16, "", r"short_factor has 15 numbers: 16, one a frequency, half of the 32 rotated .* head of 32, are"),
+        (16, 0, "", r"long_factor has 0 numbers: 16,"),
+        (16, 16, ", partial_rotary_factor=0.3", r"short_factor has 16 numbers: 4, .* of the 9 rotated"),
+    ],
+)
+def test_longrope_has_a_factor_for_each_frequency(short, long, part, message, capsys):
+    head, given = "model.config.head_dim=32", longrope(short, long, part)
+    assert launch_command([str(DEMO), "--dry-run", "--set", head, "--set", given]) == 2
+    assert re.match(rf"ringflash: model\.config\.rope_parameters\.{message}", capsys.readouterr().err)
+    demo(head, longrope(16, 16))
+    demo(head, longrope(4, 4, ", partial_rotary_factor=0.3"))
+
+
+def test_longrope_of_some_layers_is_looked_at_too():
+    one = longrope(16, 15).partition("=")[2]
+    with pytest.raises(ConfigError, match=r"rope_parameters\.full_attention\.long_factor has 15 numbers: 16"):
+        demo("model.config.head_dim=32", f"model.config.rope_parameters={{full_attention={one}}}")
+
+
+def test_factors_of_the_table_rope_are_counted_before_a_process_starts():
+    keys = ("type='longrope'", "factor=2.0", "original_length=64", f"short_factor={[1.0] * 16}")
+    table = [f"model.rope.{key}" for key in keys]
+    with pytest.raises(ConfigError, match=r"^model\.rope\.long_factor has 3 numbers: 16, one a frequency"):
+        demo("model.config.head_dim=32", *table, "model.rope.long_factor=[1.0, 2.0, 3.0]")
+    demo("model.config.head_dim=32", *table, f"model.rope.long_factor={[2.0] * 16}")
 
 
 def test_a_needle_lies_inside_the_sequence_where_a_run_looks_for_it():

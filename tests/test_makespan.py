@@ -75,6 +75,18 @@ def test_hops_of_packed_documents_are_even(size, local, kind):
         assert repr(layout).endswith(f"over a ring of {size}, makespan {layout.makespan:.3f} of the ideal)")
 
 
+def test_a_repr_counts_no_pairs(monkeypatch):
+    """An error message or a log line costs nothing that grows with the tokens: the makespan is told once known."""
+    layout = ring_at(0, 8, "balanced").layout(2**20, cu_seqlens=[0, 300_000, 2**20])
+    with monkeypatch.context() as patch:
+        patch.setattr(makespan, "pairs", lambda *given: pytest.fail("pairs were counted"))
+        patch.setattr(mask, "positions", lambda *given: pytest.fail("tokens were listed"))
+        segments = f"{len(layout.segments):,} segments"
+        assert repr(layout) == f"Layout(balanced: 1,048,576 tokens in 2 documents, {segments} over a ring of 8)"
+    known = f", makespan {layout.makespan:.3f} of the ideal)"
+    assert repr(layout).endswith(f"over a ring of 8{known}")
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_documents_of_any_lengths_are_dealt_once_and_evenly(seed):
     random = np.random.default_rng(seed)

@@ -1,9 +1,8 @@
-"""The model of a run: activation checkpointing, tied weights, families, keys of [model.config] that nothing reads."""
+"""The model of a run: activation checkpointing, tied weights and families."""
 
 from __future__ import annotations
 
 import functools
-import re
 
 import pytest
 import torch
@@ -132,19 +131,6 @@ def kept_bytes(checkpoint):
 def test_same_seed_same_weights():
     first, second = (model.build(config_of(), torch.device("cpu")).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("hiden_act", "model.config.hiden_act is not a key of 'llama': did you mean 'hidden_act'?"),
-        ("rope_theta", "model.config.rope_theta is not a key of 'llama': [model.rope] says it"),
-        ("zzz", "model.config.zzz is not a key of 'llama': the keys are"),
-    ],
-)
-def test_R110_unknown_key_of_the_model(key, message):
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        model.config_of(config_of(**{key: 1}).model, training.LENGTH)
 
 
 def test_a_field_of_a_wrong_type_is_refused_in_one_sentence():

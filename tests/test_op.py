@@ -254,6 +254,39 @@ def test_one_compilation_serves_every_batch_of_documents_over_a_ring(pool, layou
     pool(4)(compiled_on_ranks, layout)
 
 
+READS = {
+    "positions": lambda x, layout: x + layout.positions,
+    "position_ids": lambda x, layout: x + layout.position_ids,
+    "shard": lambda x, layout: layout.shard(x, dim=0)[: len(x)],
+}
+
+
+def positions_compiled(name: str) -> None:
+    """What is not counted yet is told in words, and is right in one graph afterwards, and in several before."""
+    ring, asked = Ring(), "positions" if name == "shard" else name
+
+    def layout(border: int):
+        return ring.layout(64, cu_seqlens=[0, border, 64])
+
+    read = READS[name]
+    x = torch.arange(layout(20).seq_len if name == "shard" else layout(20).local_len)
+    torch._dynamo.reset()
+    whole = torch.compile(read, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"read layout\.{asked} of this layout once before the"):
+        whole(x, layout(20))
+    for border in (20, 30, 40):
+        getattr(layout(border), asked)
+        assert torch.equal(whole(x, layout(border)), read(x, layout(border)))
+    parts = torch.compile(read, backend="eager")
+    assert torch.equal(parts(x, layout(50)), read(x, layout(50)))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_positions_that_a_compiler_cannot_count_are_asked_for_before(pool, name):
+    positions_compiled(name)
+    pool(2)(positions_compiled, name)
+
+
 def heads_first(x: torch.Tensor) -> torch.Tensor:
     """The same values, [B, H, L, D] underneath, as models hand them over."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)

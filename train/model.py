@@ -6,7 +6,6 @@ Letters: B batch, L local tokens.
 """
 
 import copy
-import difflib
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,14 +27,6 @@ ATTENTION = "ring"
 """Name under which the ring's attention is registered with transformers."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-UNDECLARED = {"qwen3_moe": ("head_dim",)}
-"""architecture -> keys that its model reads though its config class does not declare them."""
-
-
-OLD_ROPE = ("rope_theta", "rope_scaling")
-"""Keys of config.json before transformers 5, which a folder of model.pretrained may still have."""
 
 
 class RingModel(nn.Module):
@@ -76,15 +67,11 @@ def config_of(model: Model, length: int) -> Any:
     """The transformers config of [model], its rotary frequencies fixed for sequences of `length` tokens.
 
     max_position_embeddings is at least `length`, so that what is exported says how long it may be.
-    Raises: ValueError naming a key of [model.config] that nothing reads, one of MODEL_REFUSED, or what transformers
-        refuses.
+    Raises: ValueError naming one of MODEL_REFUSED, or what transformers refuses.
     """
     from transformers import AutoConfig
 
     assert model.architecture is not None, "a folder is looked at by config.resolve before"
-    if model.pretrained is None:
-        default = AutoConfig.for_model(model.architecture)
-        _check_keys(model, {*default.to_dict(), *default.attribute_map, *UNDECLARED.get(model.architecture, ())})
     try:
         config = AutoConfig.for_model(model.architecture, **copy.deepcopy(model.config))
     except Exception as error:  # of several libraries; a class of transformers checks the types of its fields
@@ -98,17 +85,8 @@ def config_of(model: Model, length: int) -> Any:
     return config
 
 
-def _check_keys(model: Model, known: set[str]) -> None:
-    for key in model.config:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(sorted(known))}"
-            hint = "[model.rope] says it" if key in OLD_ROPE else hint
-            raise ValueError(f"model.config.{key} is not a key of {model.architecture!r}: {hint}")
-
-
 def set_rope(config: Any, rope: Rope) -> None:
-    """Put [model.rope] into a transformers config. Raises: ValueError for factors that are not one a frequency."""
+    """Put [model.rope] into a transformers config."""
     parameters = config.rope_parameters
     if "full_attention" in parameters:  # Gemma 3: the layers with a window keep theirs
         parameters = parameters["full_attention"]
@@ -122,12 +100,6 @@ def set_rope(config: Any, rope: Rope) -> None:
         config.max_position_embeddings = original
     elif original is not None:
         given["original_max_position_embeddings"] = original
-    frequencies = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
-    for key in ("short_factor", "long_factor"):
-        if key in given and len(given[key]) != frequencies:
-            raise ValueError(
-                f"model.rope.{key} has {len(given[key])} numbers: {frequencies}, one a frequency, are needed"
-            )
     theta = parameters["rope_theta"]
     parameters.clear()
     parameters |= {"rope_theta": theta, "rope_type": given.pop("type")} | given

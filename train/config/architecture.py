@@ -2,12 +2,12 @@
 
 transformers looks at types when a model's config is made, and at some values when the model is, in processes that hold
 GPUs. What it, the kernels or the planner would refuse then is refused here, where `launch --dry-run` and `plan` read
-the same file. Which keys a family has, transformers alone knows: `model.config_of` asks it.
+the same file. What stands here of transformers, which is not imported, a test compares with the one installed.
 """
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .refusal import ConfigError
@@ -27,6 +27,38 @@ MODEL_SHAPE = (
     "num_key_value_heads",
 )
 """Keys that [model.config] must spell out, so that no run takes its shape from a default of transformers."""
+
+SHARED_KEYS = (
+    *MODEL_SHAPE, "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward",
+    "dtype", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id",
+    "max_position_embeddings", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
+    "problem_type", "return_dict", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "transformers_version",
+    "use_cache",
+)  # fmt: skip
+"""Keys of [model.config] that every family reads."""
+
+FAMILY_KEYS = {
+    "llama": ("attention_bias", "head_dim", "hidden_act", "mlp_bias", "pretraining_tp"),
+    "qwen2": ("hidden_act", "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
+    "qwen3": (
+        "attention_bias", "head_dim", "hidden_act", "layer_types", "max_window_layers", "sliding_window",
+        "use_sliding_window",
+    ),
+    "qwen3_moe": (
+        "attention_bias", "decoder_sparse_step", "head_dim", "hidden_act", "mlp_only_layers", "moe_intermediate_size",
+        "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts", "output_router_logits",
+        "router_aux_loss_coef", "sliding_window", "use_sliding_window",
+    ),
+    "mistral": ("head_dim", "hidden_act", "sliding_window"),
+    "gemma3_text": (
+        "_sliding_window_pattern", "attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "head_dim",
+        "hidden_activation", "layer_types", "query_pre_attn_scalar", "sliding_window", "use_bidirectional_attention",
+    ),
+}  # fmt: skip
+"""model.architecture -> keys of [model.config] that it reads besides SHARED_KEYS."""
+
+OLD_ROPE = ("rope_theta", "rope_scaling")
+"""Keys of config.json before transformers 5, which a folder of model.pretrained may still have."""
 
 MAX_SIZE = 2**31 - 1
 """Of a size of the model: what int32 holds, far beyond any."""
@@ -158,17 +190,20 @@ def check_values(config: "Config") -> None:
         if key in table:
             raise ConfigError(f"model.config.{key} = {table[key]!r}: {place} says it; leave it out")
     _check_table("model.config", table, VALUES)
+    for name, rope in _rope_tables(table):
+        _check_rope_table(name, rope)
+    beside = {key: ROPE_VALUES[key] for key in ("rope_theta", "partial_rotary_factor")}
+    _check_table("model.config", table, beside)
+
+
+def _rope_tables(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(name, what stands there) of each rope table in [model.config]: one, or one for each kind of layers."""
     for key in ("rope_parameters", "rope_scaling"):
-        rope = table.get(key)
-        if rope is None:
-            continue
-        name = f"model.config.{key}"
-        if not isinstance(rope, Mapping):
-            raise ConfigError(f"{name} = {rope!r}: a table with rope_type is accepted")
-        for layers, one in rope.items() if any(isinstance(one, Mapping) for one in rope.values()) else [("", rope)]:
-            _check_rope_table(f"{name}.{layers}" if layers else name, one)
-    if table.get("rope_theta") is not None:
-        _check_table("model.config", table, {"rope_theta": _POSITIVE})
+        rope, name = table.get(key), f"model.config.{key}"
+        if isinstance(rope, Mapping) and any(isinstance(one, Mapping) for one in rope.values()):
+            yield from ((f"{name}.{layers}", one) for layers, one in rope.items())
+        elif rope is not None:
+            yield name, rope
 
 
 def _check_table(name: str, table: Mapping[str, Any], values: Mapping[str, Accepted]) -> None:
@@ -227,6 +262,20 @@ def check_shape(config: "Config") -> None:
             raise ConfigError(f"model.config.{key} = None: {VALUES[key].words} is accepted")
 
 
+def check_keys(config: "Config") -> None:
+    """A key that nothing reads would be kept and ignored. With pretrained, see `pretrained.check_overrides`."""
+    model = config.model
+    if model.pretrained is not None or model.architecture is None:
+        return
+    known = {*SHARED_KEYS, *FAMILY_KEYS[model.architecture]}
+    for key in model.config:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(sorted(known))}"
+            hint = "[model.rope] says it" if key in OLD_ROPE else hint
+            raise ConfigError(f"model.config.{key} is not a key of {model.architecture!r}: {hint}")
+
+
 def check_vocabulary(config: "Config") -> None:
     if not config.model.is_known:
         return
@@ -259,6 +308,27 @@ def check_head_dim(config: "Config") -> None:
     if head_dim not in HEAD_DIMS or isinstance(given, float):
         name = "model.config.hidden_size / num_attention_heads" if given is None else "model.config.head_dim"
         raise ConfigError(f"{name} = {head_dim!r}: accepted is {', '.join(map(str, HEAD_DIMS))}")
+
+
+def check_frequencies(config: "Config") -> None:
+    """LongRoPE divides each frequency by a factor of its own; transformers looks at how many when a batch comes."""
+    table = config.model.config
+    if not config.model.is_known:
+        return
+    head_dim = table.get("head_dim") or table["hidden_size"] // table["num_attention_heads"]
+    # [model.rope] leaves nothing of the table that it replaces, so turns the whole head
+    tables = [("model.rope", config.model.rope.model_dump(), 1.0)]
+    tables += [(*named, table.get("partial_rotary_factor") or 1.0) for named in _rope_tables(table)]
+    for name, rope, part in tables:
+        if rope.get("rope_type", rope.get("type")) != "longrope":
+            continue
+        turned = int(head_dim * (rope.get("partial_rotary_factor") or part))
+        for key in ROPE_NEEDS["longrope"]:
+            if len(rope[key]) != turned // 2:
+                raise ConfigError(
+                    f"{name}.{key} has {len(rope[key])} numbers: {turned // 2}, one a frequency, half of the {turned} "
+                    f"rotated dimensions of a head of {head_dim}, are accepted"
+                )
 
 
 def check_layers(config: "Config") -> None:
