@@ -213,7 +213,7 @@ REFUSED = {
     "model.config.rope_parameters={full_attention={rope_type='foo'}}": ("full_attention.rope_type = 'foo'", "linear"),
     "model.config.rope_parameters={rope_type='linear'}": ("rope_parameters.factor is missing", "'linear'"),
     "model.config.rope_parameters={rope_theta=-1}": ("rope_parameters.rope_theta = -1", "a positive number"),
-    "model.config.partial_rotary_factor=2": ("model.config.partial_rotary_factor = 2", "a number in (0, 1]"),
+    "model.config.partial_rotary_factor=2": ("model.config.partial_rotary_factor = 2", "1.0, since these families"),
     "model.config.rope_scaling={type='su'}": ("rope_scaling.rope_type = 'su'", "longrope"),
     "memory.checkpoint_every=3": ("memory.checkpoint_every = 3", "the model's 2 layers", "1 to 2"),
     "model.config.dtype=float16": ("model.config.dtype = 'float16'", "model.dtype says it"),
@@ -371,17 +371,16 @@ def longrope(short: int, long: int, more: str = "") -> str:
 @pytest.mark.parametrize(
     ("short", "long", "part", "message"),
     [
-        (15, 16, "", r"short_factor has 15 numbers: 16, one a frequency, half of the 32 rotated .* head of 32, are"),
+        (15, 16, "", r"short_factor has 15 numbers: 16, one a frequency, half of a head of 32, are"),
         (16, 0, "", r"long_factor has 0 numbers: 16,"),
-        (16, 16, ", partial_rotary_factor=0.3", r"short_factor has 16 numbers: 4, .* of the 9 rotated"),
+        (4, 4, ", partial_rotary_factor=0.3", r"partial_rotary_factor = 0\.3.* 1\.0, since"),
     ],
 )
 def test_longrope_has_a_factor_for_each_frequency(short, long, part, message, capsys):
     head, given = "model.config.head_dim=32", longrope(short, long, part)
     assert launch_command([str(DEMO), "--dry-run", "--set", head, "--set", given]) == 2
     assert re.match(rf"ringflash: model\.config\.rope_parameters\.{message}", capsys.readouterr().err)
-    demo(head, longrope(16, 16))
-    demo(head, longrope(4, 4, ", partial_rotary_factor=0.3"))
+    demo(head, longrope(16, 16, ", partial_rotary_factor=1.0"))
 
 
 def test_longrope_of_some_layers_is_looked_at_too():

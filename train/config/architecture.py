@@ -175,7 +175,8 @@ ROPE_VALUES = {
     ),
     "short_factor": _FACTORS,
     "long_factor": _FACTORS,
-    "partial_rotary_factor": Accepted(lambda value: _is_number(value) and 0 < value <= 1, "a number in (0, 1]"),
+    # transformers takes others: forgets them with default frequencies, and fails in the first batch with scaled ones
+    "partial_rotary_factor": Accepted(lambda value: value == 1, "1.0, since these families turn whole heads"),
 }  # fmt: skip
 """Key of transformers' rope_parameters, or of rope_scaling in older folders -> what it may be."""
 
@@ -316,18 +317,14 @@ def check_frequencies(config: "Config") -> None:
     if not config.model.is_known:
         return
     head_dim = table.get("head_dim") or table["hidden_size"] // table["num_attention_heads"]
-    # [model.rope] leaves nothing of the table that it replaces, so turns the whole head
-    tables = [("model.rope", config.model.rope.model_dump(), 1.0)]
-    tables += [(*named, table.get("partial_rotary_factor") or 1.0) for named in _rope_tables(table)]
-    for name, rope, part in tables:
+    for name, rope in [("model.rope", config.model.rope.model_dump()), *_rope_tables(table)]:
         if rope.get("rope_type", rope.get("type")) != "longrope":
             continue
-        turned = int(head_dim * (rope.get("partial_rotary_factor") or part))
         for key in ROPE_NEEDS["longrope"]:
-            if len(rope[key]) != turned // 2:
+            if len(rope[key]) != head_dim // 2:
                 raise ConfigError(
-                    f"{name}.{key} has {len(rope[key])} numbers: {turned // 2}, one a frequency, half of the {turned} "
-                    f"rotated dimensions of a head of {head_dim}, are accepted"
+                    f"{name}.{key} has {len(rope[key])} numbers: {head_dim // 2}, one a frequency, half of a head of "
+                    f"{head_dim}, are accepted"
                 )
 
 
