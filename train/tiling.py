@@ -28,7 +28,10 @@ Lent = Sequence[tuple[Tensor, Tensor]]
 
 
 def set_tiles(model: nn.Module, tile: int) -> None:
-    """Compute MLPs and norms in tiles of so many local tokens. model: a decoder of transformers."""
+    """Compute MLPs and norms in tiles of so many local tokens; no map keeps what a norm returned.
+
+    model: a decoder of transformers
+    """
     for name, module in model.named_modules():
         *path, last = name.split(".")
         forward: Tiles | Projection
