@@ -523,7 +523,7 @@ def here(monkeypatch):
 
 @pytest.mark.usefixtures("place", "here")
 def test_around_the_longest_one_step_finishes_and_one_is_refused(capsys):
-    words = "--largest --shape tiny --dtype float32 --window 64 --device-gb 2.018 --host-gb 137 --switches offload"
+    words = "--largest --shape tiny --dtype float32 --window 64 --device-gb 2.016 --host-gb 137 --switches offload"
     code = train_step.main([*words.split(), "--commit", "abc"])
     row, beyond, verdict = map(json.loads, capsys.readouterr().out.splitlines())
     at = verdict["longest"]
@@ -581,7 +581,15 @@ def test_memory_and_time_are_predicted_within_a_tenth_of_what_was_measured():
     assert len(lines) >= 6
     for line in lines:
         for measured, predicted in (line[4:6], line[6:8], line[10:12]):
-            assert float(predicted.split()[0]) == pytest.approx(float(measured), rel=0.1), line
+            got, said = float(measured), float(predicted.split()[0])
+            tokens = int(line[2].replace(",", "")) if measured is line[4] and "mlp_tile" in line[3] else 0
+            width = steps.SHAPES[line[0].split(",")[0]].get("hidden_size")
+            assert 0.9 * (got - normalised_then(tokens, width) / 1e9) <= said <= 1.1 * got, line
+
+
+def normalised_then(tokens, width):
+    """Bytes that a tiled layer kept of what its two norms returned, when the rows were measured; it does not now."""
+    return 2 * 2 * tokens * width
 
 
 def rows_of(name):
@@ -652,7 +660,10 @@ def test_steps_of_meshes_are_predicted_within_a_tenth_of_what_was_measured():
         case = meshes.CASES[row["case"]]
         share = row["attention_share"] if case.documents else None
         said = meshes.predicted(case.config(row["ranks"], tiny=False), row["ranks"], share)
-        assert said["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.1), row
+        config = case.config(row["ranks"], tiny=False)
+        assert config.memory.mlp_tile is not None
+        then = normalised_then(row["length"] // row["ranks"], config.model.config["hidden_size"])
+        assert 0.9 * (row["peak_bytes"] - then) <= said["predicted_peak_bytes"] <= 1.1 * row["peak_bytes"], row
         assert said["predicted_seconds"] == pytest.approx(row["seconds"], rel=0.1), row
 
 

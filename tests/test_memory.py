@@ -50,9 +50,15 @@ def test_a_million_tokens_of_8b_by_hand():
     half = memory.host(sizes, step(memory={"offload": ["activations"], "checkpoint_every": 3}))
     assert half == {"hidden states": 11 * states}
     work = memory.attention_backward(sizes, moved)
-    # x, and the normalised x; q, k, v; out; gradients: of the residual, of out and q, of k and v, and the sums of four
-    # heads of dq, which share keys; delta and two more
-    assert sum(work.values()) == states * (2 + 1.5 + 1 + 1 + 2 + 0.5 + 0.25) + lse * (1 + 3)
+    # x; q, k, v; out; gradients: of the residual, of out and q, of k and v, and the sums of four heads of dq, which
+    # share keys; delta and two more
+    assert sum(work.values()) == states * (1 + 1.5 + 1 + 1 + 2 + 0.5 + 0.25) + lse * (1 + 3)
+    norm = memory.norm_backward(sizes, moved)
+    # inputs of both norms; q, k, v; out; gradients: of the residual, of what the norm returned, and of its input
+    assert sum(norm.values()) == states * (2 + 1.5 + 1 + 3) + lse + 4096 * 4096 * (6 * 4 + 2)
+    again = memory.recomputation(sizes, step(memory={"checkpoint": "full", "mlp_tile": 4096}), 32)
+    # x and what its norm returned; the gradient behind; q, its products with cosines and sines, rotated halves; k, v
+    assert sum(again.values()) == states * (2 + 1 + 4 + 0.5)
     untiled = memory.graph(sizes, step())
     assert untiled["MLP"] == 4 * 2 * 14336 and untiled["norms"] == 2 * (6 * 4096 + 4)
     assert memory.kept(sizes, moved, 32) == {"hidden states": states, "attention's results": states + lse}

@@ -267,6 +267,7 @@ def elementwise(sizes: Sizes, runs: Passes, *, tile: int | None, number_bytes: i
         together = 2 * b * (normed + width)
         forward += together
         backward += together + norm + 5 * b * mlp + 3 * (2 * FLOAT + b) * width * mlp // tile
+        backward += (4 * _norm(b) + 3 * 2 * b) * width  # for the MLP, and put together for q, k and v
     last = 3 * b * width + (b * (2 * width + 5 * mlp) if tile is not None else 0)  # where a recomputation ends
     return round(sizes.layers * (forward * runs.layer + backward - (last if runs.layer > 1 else 0)))
 

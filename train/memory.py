@@ -201,14 +201,20 @@ def pair(sizes: Sizes, step: Step) -> int:
 
 
 def moments(sizes: Sizes, step: Step) -> Iterator[Moment]:
-    """Those that can be the peak: the backward of the layer beside which most is held, the loss, the last norm, the
-    update.
+    """Those that can be the peak: the backward of the layer beside which most is held, and before it what makes the
+    layer again, the loss, the last norm, the update.
     """
     lasting = weights(sizes, step) | data(sizes, step)
     left = max(turns(sizes, step), key=lambda left: sum(held(sizes, step, left).values()))
     place = {sizes.layers: "first layer", 1: "last layer"}.get(left, f"layer {sizes.layers - left + 1}")
-    for name, work in (("MLP", mlp_backward), ("attention", attention_backward)):
+    works = [("MLP", mlp_backward), ("attention", attention_backward)]
+    if step.memory.mlp_tile is not None:
+        works.append(("the MLP's norm", norm_backward))
+    for name, work in works:
         yield Moment(f"backward of {name} in its {place}", lasting | held(sizes, step, left) | work(sizes, step))
+    if step.memory.checkpoint != "none":
+        before = held(sizes, step, left, own=False)
+        yield Moment(f"recomputation in its {place}", lasting | before | recomputation(sizes, step, left))
     lasting |= kept(sizes, step, sizes.layers, inside=False)
     yield Moment("loss", lasting | loss(sizes, step))
     head = gradients(sizes, step, sizes.head_params)
@@ -217,9 +223,12 @@ def moments(sizes: Sizes, step: Step) -> Iterator[Moment]:
     yield Moment("update", weights(sizes, step) | whole | update(sizes, step))
 
 
-def held(sizes: Sizes, step: Step, left: int) -> Parts:
-    """What layers hold when the backward is in the one with this number, from 1 for the lowest."""
-    done = (sizes.layers - left + 1) * sizes.layer_params + sizes.head_params
+def held(sizes: Sizes, step: Step, left: int, *, own: bool = True) -> Parts:
+    """What layers hold when the backward is in the one with this number, from 1 for the lowest.
+
+    own: with the gradients of its weights
+    """
+    done = (sizes.layers - left + own) * sizes.layer_params + sizes.head_params
     return gradients(sizes, step, done) | kept(sizes, step, left)
 
 
@@ -314,14 +323,14 @@ def norm(width: int, rows: int, step: Step) -> int:
 
 def graph(sizes: Sizes, step: Step) -> Parts:
     """Bytes a token that autograd keeps of one layer."""
-    b = step.number_bytes
+    b, tiled = step.number_bytes, step.memory.mlp_tile is not None
     queries, keys = sizes.query_width * b, sizes.key_width * b
     parts = {
         "norms": 2 * norm(sizes.width, 1, step),
-        "inputs of projections": 2 * sizes.width * b,
+        "inputs of projections": 0 if tiled else 2 * sizes.width * b,  # in tiles norms make them again
         "queries, keys, values": queries + 2 * keys,
         "attention's own results": pair(sizes, step),
-        "MLP": 0 if step.memory.mlp_tile is not None else 4 * sizes.mlp_width * b,
+        "MLP": 0 if tiled else 4 * sizes.mlp_width * b,
     }
     if sizes.head_norms:
         parts["norms"] += norm(sizes.query_width + sizes.key_width, sizes.heads + sizes.kv_heads, step)
@@ -350,10 +359,37 @@ def mlp_backward(sizes: Sizes, step: Step) -> Parts:
         parts["gradients in the MLP"] = 2 * step.tokens * sizes.mlp_width * step.number_bytes
     else:
         tile = min(step.memory.mlp_tile, step.tokens)
-        parts["a tile of the MLP"] = tile * (6 * sizes.mlp_width + sizes.width) * step.number_bytes
+        parts["a tile of the MLP"] = tile * (6 * sizes.mlp_width + 2 * sizes.width) * step.number_bytes
         b = step.number_bytes  # sums, those of the tile before, and the first of three of this one
         parts["sums of weight gradients"] = sizes.mlp_params * (FLOAT + b) + sizes.mlp_params * b // 3
     return parts
+
+
+def norm_backward(sizes: Sizes, step: Step) -> Parts:
+    """The layer at work, in the tiled norm before its MLP: gradients of what it returned, of its input, of the sum."""
+    states, tile = sizes.width * step.number_bytes, min(step.memory.mlp_tile or step.tokens, step.tokens)
+    parts = {name: step.tokens * size for name, size in graph(sizes, step).items()}
+    parts["gradients of states"] = 3 * step.tokens * states
+    return parts | {"a tile of the norm": tile * (6 * FLOAT * sizes.width + states)}
+
+
+def recomputation(sizes: Sizes, step: Step, left: int) -> Parts:
+    """The layer with this number, being made again for its backward: queries get their rotary positions.
+
+    Queries, their products with cosines and with sines, and what the latter is made of; what the norm returned is in
+    use, whether or not it is kept. Of attention's results that are away those of the layer below come later than this.
+    """
+    states, own = sizes.width * step.number_bytes, graph(sizes, step)
+    own["norms"] -= norm(sizes.width, 1, step)
+    own["inputs of projections"] = states
+    own["queries, keys, values"] += 3 * sizes.query_width * step.number_bytes
+    if step.memory.checkpoint == "full" or ("attention" in step.memory.offload and left > 1):
+        own["attention's own results"] = 0
+    own["MLP"] = 0
+    if keeps_input(step):
+        own["input of the layer"] = states
+    own["gradients of states"] = states
+    return {name: step.tokens * size for name, size in own.items()}
 
 
 def attention_backward(sizes: Sizes, step: Step) -> Parts:
@@ -362,7 +398,7 @@ def attention_backward(sizes: Sizes, step: Step) -> Parts:
     states = sizes.width * b
     own = graph(sizes, step)
     own["norms"] -= norm(sizes.width, 1, step)
-    own["inputs of projections"] -= states
+    own["inputs of projections"] //= 2
     own["MLP"] = 0
     if keeps_input(step):
         own["input of the layer"] = states

@@ -213,7 +213,8 @@ class Memory(Section):
     """What is in host memory until it is needed: "activations", the hidden states that are kept; "attention", what
     checkpoint = "selective" keeps; "optimizer", the optimizer's numbers, which are updated there."""
     mlp_tile: Count | None = None
-    """Local tokens whose MLPs and norms are computed at one time, again in the backward; left out: all."""
+    """Local tokens whose MLPs and norms are computed at one time, again in the backward; left out: all. What norms
+    return is not kept then."""
     loss: Literal["chunked", "liger"] = "chunked"
     """Who makes the loss of training: "chunked", ours; "liger", the package liger-kernel on GPUs, which makes the
     gradients in the forward, in chunks of its own. Evaluation is always ours."""
