@@ -5,11 +5,13 @@ Letters: n ranks of the group, P ring size, U Ulysses size (n = P * U), S global
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,25 @@ from .topology import ranks_per_node
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 MAX_LAYOUTS = 16  # layouts kept by a ring: a few lengths, or the documents of the batches under way
+
+
+def _on_the_host(method: Method) -> Method:
+    """A method that no compiler follows, as by `torch.compiler.disable`, without the second that its import takes."""
+    reason = "layouts are planned on the host: make them before the compiled call, or compile without fullgraph=True"
+
+    @functools.wraps(method)
+    def run(*given: Any, **named: Any) -> Any:
+        # where a compiler calls it, its parts must not be compiled one by one either
+        if "torch._dynamo" in sys.modules:
+            return torch.compiler.disable(method, reason=reason)(*given, **named)
+        return method(*given, **named)
+
+    told: Any = run
+    told._torchdynamo_disable, told._torchdynamo_disable_msg = True, reason
+    return told
 
 
 class Ring:
@@ -140,6 +160,7 @@ class Ring:
         on_gpu = "nccl" in str(dist.get_backend_config(self.group)) if self.group else torch.cuda.is_available()
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
+    @_on_the_host
     def layout(
         self,
         seq_len: int,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -360,6 +362,24 @@ def test_one_device_compiles_with_documents_and_intervals():
     assert torch.equal(bounded(q, hi), ringflash.attention(q, k, v, intervals=(lo, hi)))
     with pytest.raises(Exception, match="never fall"):  # the op reads what the compiler could not
         packed(q, torch.tensor([0, 20, 10], dtype=torch.int32))
+
+
+def test_a_layout_is_planned_outside_of_a_compiled_function():
+    ring, (x, *_) = Ring(), inputs(24)
+
+    def block(x, borders):
+        return ringflash.attention(x * 1.0, x, x, layout=ring.layout(24, cu_seqlens=borders))
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="make them before the compiled call"):
+        torch.compile(block, fullgraph=True, backend="eager")(x, [0, 7, 24])
+    fast = torch.compile(block, backend="eager")  # its graph ends there
+    for border in (8, 9, 20):
+        assert torch.equal(fast(x, [0, border, 24]), block(x, [0, border, 24]))
+
+
+def test_rings_and_layouts_do_not_import_the_compiler():
+    code = "import sys, ringflash; ringflash.Ring().layout(64); assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("is_capturing", [True, False])
